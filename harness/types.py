@@ -1,0 +1,173 @@
+"""The vocabulary every part of the harness shares: stages, sides, judged values and errors.
+
+Nothing here knows a model. A *side* (reference, oracle, production, or a recorded trace) is a list of *stages*; a
+stage turns named tensors into named tensors. Tensors travel between stages over *wires*, named
+``<stage>.<output>`` (``layers.2.attn_norm.x``) or ``case.<input>`` (``case.input_ids``), and both sides use the same
+wire names. Production implements these protocols by shape alone: it never imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+Mode = Literal["local", "free"]
+DType = Literal["native", "fp32"]
+Bypass = Literal["production", "reference", "direct"]
+#: value: judged by margin, cost and free error. exact: equal bit for bit. picks: a set of indices per row (-1 absent).
+#: stat: a summary of the stage (entropy, sink mass), judged like a value and shown per head.
+Role = Literal["value", "exact", "picks", "stat"]
+
+
+class Output(Protocol):
+    """What a stage promises about one tensor it returns."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def wire(self) -> str: ...
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """One letter or word per axis, e.g. ``("B", "S", "H", "D")``; docs/stages.md is the legend."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """``bf16 fp32 fp64 int64 bool``: what this side promises to return."""
+        ...
+
+    @property
+    def role(self) -> Role: ...
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """One named step of one side."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layer(self) -> int | None: ...
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Argument name -> wire it reads."""
+        ...
+
+    @property
+    def outputs(self) -> Sequence[Output]: ...
+    @property
+    def covers(self) -> tuple[str, ...]:
+        """Names of the reference stages that this one stands for; ``(name,)`` unless it is fused."""
+        ...
+
+    @property
+    def component(self) -> str:
+        """``module:qualname`` of the code that runs."""
+        ...
+
+    @property
+    def plan(self) -> Mapping[str, str]:
+        """The rounding plan: rounding point -> dtype (docs/stages.md lists the points of each stage)."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, object]: ...
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """Parameters by canonical leaf name, in the checkpoint's layout and dtype (NVFP4 stays packed)."""
+        ...
+
+    def decoded(self) -> Mapping[str, Tensor]:
+        """Parameters as this side will use them: float64 (or integers), unpacked and unpermuted."""
+        ...
+
+    def run(
+        self,
+        *,
+        params: Mapping[str, Tensor] | None = None,
+        replay: Mapping[str, Tensor] | None = None,
+        **inputs: Tensor,
+    ) -> dict[str, Tensor]:
+        """Compute every output. ``params`` overrides parameters; ``replay`` gives picks that are used, not chosen."""
+        ...
+
+
+@runtime_checkable
+class DirectStage(Stage, Protocol):
+    """A stage that also knows the direct-residual arithmetic; ``direct_with`` names its partner stage."""
+
+    @property
+    def direct_with(self) -> str: ...
+    def direct(self, **inputs: Tensor) -> dict[str, Tensor]: ...
+
+
+class Judged(NamedTuple):
+    """An oracle value with the spread that a rounding plan allows around it, all float64 and of one shape.
+
+    For an output of role ``picks`` the value is the selection score of every candidate (``-inf``: not eligible) and
+    the spread is that of the score.
+    """
+
+    value: Tensor
+    rss: Tensor  # root sum of squares of the plan's roundings, first order
+    total: Tensor  # their plain sum: no rounding pattern can exceed it, to first order
+
+
+class Side(Protocol):
+    """An ordered list of stages and where they come from."""
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Versions, checkpoint, dtype, device: what a reader needs to trust or repeat the run."""
+        ...
+
+
+class Oracle(Side, Protocol):
+    """The reference in float64; the same stage names and wires."""
+
+    def judge(
+        self,
+        stage: str,
+        inputs: Mapping[str, Tensor],
+        *,
+        plan: Mapping[str, str],
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Mapping[str, Judged]:
+        """The stage's outputs on ``inputs`` (upcast exactly) and the spread of ``plan``.
+
+        ``given`` holds picks that were made elsewhere: weights are then computed for those picks, in their order.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Check:
+    """One certification step: that the reference side is the unmodified model."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+class Reference(Side, Protocol):
+    """The reference side: a callable model that can certify itself and be raised to float64."""
+
+    def oracle(self) -> Oracle: ...
+    def certify(self, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -> Iterable[Check]:
+        """Compare composed wires, bit for bit, with what hooks capture in the untouched model."""
+        ...
+
+    def logical_dtype(self) -> str: ...
+
+
+class UsageError(Exception):
+    """Bad input: what was expected, what came, what to do. One line; the CLI prints it and exits 2."""
+
+
+class InvalidRun(Exception):
+    """The comparison can mean nothing (reference broken, stale or uncertified). The CLI exits 3."""
