@@ -1,0 +1,42 @@
+# `make demo` and `make test` need nothing but python3 >= 3.11: they install into .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+JOBS   ?= 2
+
+.PHONY: demo test check parity parity-gpu eval faults bench report format clean
+.DELETE_ON_ERROR:
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/harness diff --layer 2 --json reports/demo.jsonl --html reports/demo.html
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) -q
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+parity: $(READY)
+	$(BIN)/python -m pytest -m parity
+
+eval: $(READY)
+	$(BIN)/python -m cases.training.evaluate
+
+report: $(READY)
+	$(BIN)/harness report reports/demo.jsonl --html reports/demo.html
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
