@@ -1,0 +1,1 @@
+"""Scripts that make and measure the bundled checkpoint `cases/tiny`: train, export, evaluate."""
