@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:  # the command line answers usage errors and --help without paying for torch
+    from torch import Tensor
 
 Mode = Literal["local", "free"]
 DType = Literal["native", "fp32"]
@@ -70,7 +72,10 @@ class Stage(Protocol):
 
     @property
     def plan(self) -> Mapping[str, str]:
-        """The rounding plan: rounding point -> dtype (docs/stages.md lists the points of each stage)."""
+        """The rounding plan: rounding point -> dtype (docs/stages.md lists the points of each stage).
+
+        A fused stage may put the covered stage in front (``layers.2.attn_norm.out``); a bare point holds for all.
+        """
         ...
 
     @property
@@ -81,7 +86,10 @@ class Stage(Protocol):
         ...
 
     def decoded(self) -> Mapping[str, Tensor]:
-        """Parameters as this side will use them: float64 (or integers), unpacked and unpermuted."""
+        """Parameters as this side will use them: float64 (or integers), unpacked and unpermuted.
+
+        Keys are leaf names; a fused stage puts the covered stage in front (``layers.2.q_a.weight``).
+        """
         ...
 
     def run(
@@ -97,7 +105,10 @@ class Stage(Protocol):
 
 @runtime_checkable
 class DirectStage(Stage, Protocol):
-    """A stage that also knows the direct-residual arithmetic; ``direct_with`` names its partner stage."""
+    """A stage that also knows the direct-residual arithmetic; ``direct_with`` names its partner stage.
+
+    ``direct`` gets those of the stage's inputs that exist (a mix has no post or comb then) and may return fewer outputs.
+    """
 
     @property
     def direct_with(self) -> str: ...
@@ -159,10 +170,23 @@ class Reference(Side, Protocol):
 
     def oracle(self) -> Oracle: ...
     def certify(self, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -> Iterable[Check]:
-        """Compare composed wires, bit for bit, with what hooks capture in the untouched model."""
+        """Compare composed wires, bit for bit, with what hooks capture in the untouched model.
+
+        ``case`` holds the case inputs by bare name (``input_ids``); ``wires`` what was composed, by wire name: a run
+        of some layers holds the wires up to the last of them only.
+        """
         ...
 
     def logical_dtype(self) -> str: ...
+
+
+class Builder(Protocol):
+    """What the import strings of a case name (``reference.build:model``): checkpoint folder in, side out.
+
+    A ``ValueError``, ``OSError`` or ``SafetensorError`` raised while building is bad input: its message is one line.
+    """
+
+    def __call__(self, checkpoint: Path, *, dtype: DType) -> Side: ...
 
 
 class UsageError(Exception):
