@@ -95,13 +95,12 @@ def make_plan(reference: Sequence[Stage], production: Sequence[Stage], request: 
     if not any(step.compared for step in steps):
         raise UsageError("nothing would be compared; choose another --layer, --stage or --mode")
     compose = _composed(reference, steps)
-    needed = {r for step in steps if step.free_run for r in step.covers}
     return Plan(
         layers=chosen,
         modes=request.modes,
         steps=steps,
         compose=compose,
-        oracle=tuple(s.name for s in reference if s.name in needed),
+        oracle=_oracle(reference, steps),
         direct=tuple(sorted(direct, key=lambda n: order.get(n, -1))),
         last_use=_last_use(steps, {p.name: p for p in production}, by_name),
     )
@@ -196,10 +195,10 @@ def _replacements(
     return replaced
 
 
-def _needed(production: Sequence[Stage], wanted: set[str]) -> set[str]:
-    """Wanted stages and everything upstream of them within the run."""
-    writer = {o.wire: s for s in production for o in s.outputs}
-    todo, found = [s for s in production if s.name in wanted], set[str]()
+def _needed(stages: Sequence[Stage], wanted: set[str]) -> set[str]:
+    """Wanted stages and everything upstream of them among ``stages``."""
+    writer = {o.wire: s for s in stages for o in s.outputs}
+    todo, found = [s for s in stages if s.name in wanted], set[str]()
     while todo:
         stage = todo.pop()
         if stage.name not in found:
@@ -270,6 +269,13 @@ def _disagreement(stage: Stage, covers: Sequence[str], reference: Mapping[str, S
 def _read(wire: str, covers: Sequence[str], reference: Mapping[str, Stage]) -> bool:
     """Whether a covered stage reads a wire (so that a fused stage may keep it to itself)."""
     return any(wire in reference[c].inputs.values() for c in covers)
+
+
+def _oracle(reference: Sequence[Stage], steps: Sequence[Step]) -> tuple[str, ...]:
+    """Reference stages that the free rows need in float64: what production runs, and what it should have produced."""
+    inside = [s for s in reference if any(s.name in step.covers for step in steps)]
+    found = _needed(inside, {c for step in steps if step.free_run for c in step.covers})
+    return tuple(s.name for s in inside if s.name in found)
 
 
 def _composed(reference: Sequence[Stage], steps: Sequence[Step]) -> tuple[str, ...]:

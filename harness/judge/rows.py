@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,10 +65,10 @@ def free(pair: Pair, oracle: Tensor, *, replayed: bool = False) -> TensorCompari
     return _free_value(pair, base, production, oracle)
 
 
-def _usable(pair: Pair, oracle: Tensor, own: Tensor) -> tuple[TensorComparison, Tensor | None]:
-    """Rule 1; the tensor comes back only if there is something to judge in it."""
+def unjudged(pair: Pair, verdict: Verdict, reason: str | None = None) -> TensorComparison:
+    """A tensor's identity with a verdict that needs no figures."""
     reference, out = pair.reference, pair.output
-    base = TensorComparison(
+    return TensorComparison(
         tensor=out.name,
         wire=out.wire,
         dims=tuple(out.dims),
@@ -77,8 +76,15 @@ def _usable(pair: Pair, oracle: Tensor, own: Tensor) -> tuple[TensorComparison, 
         role=out.role,
         production_dtype=name_of(pair.produced.dtype) if isinstance(pair.produced, Tensor) else "none",
         reference_dtype=name_of(reference.dtype) if reference is not None else "none",
-        verdict=Verdict.PASS,
+        verdict=verdict,
+        reason=reason,
     )
+
+
+def _usable(pair: Pair, oracle: Tensor, own: Tensor) -> tuple[TensorComparison, Tensor | None]:
+    """Rule 1; the tensor comes back only if there is something to judge in it."""
+    reference, out = pair.reference, pair.output
+    base = unjudged(pair, Verdict.PASS)
     picks = out.role == "picks"  # the oracle's value is the score of every candidate there: another shape
     truth = reference.double() if picks and reference is not None else own
     if reason := valid.invalid_reference(reference, truth, out.role):
@@ -288,8 +294,3 @@ def combine(tensors: Sequence[TensorComparison]) -> tuple[Verdict, TensorCompari
         return max(figure, default=float("inf") if t.verdict == Verdict.FAIL else -1.0)
 
     return verdict, max(alike, key=size)
-
-
-def as_mapping(value: object) -> dict[str, Any]:
-    """What a stage returned, as a dict of its outputs (anything else holds none)."""
-    return dict(value) if isinstance(value, Mapping) else {}
