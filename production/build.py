@@ -19,6 +19,7 @@ from production.errors import ProductionError
 from production.graph import assemble
 from production.manifest import stage_leaves
 from production.stage import Stage, require_plain_fp32
+from production.steps import StepSide, steps
 
 LOGITS = "lm_head.logits"
 DTYPES = {"native": "bf16", "fp32": "fp32"}
@@ -108,6 +109,10 @@ class Model:
             if stage.name == name:
                 return stage
         raise ProductionError("stage", expected="a stage of this model", came=repr(name))
+
+    def steps(self) -> StepSide:
+        """The stages of a call that continues sequences, with their caches as wires."""
+        return steps(self)
 
     def forward(
         self,

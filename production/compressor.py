@@ -53,14 +53,14 @@ def pool_disjoint(kv: Tensor, gate: Tensor) -> Tensor:
 
 
 def pool_overlapping(kv: Tensor, gate: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """CSA: Ca of the window before, Cb of this one. ``prior``: (C, Z) of the last window before these, [B, m, 2D]."""
+    """CSA: Ca of the window before, Cb of this one. ``prior``: (C, Z) of the Ca before the first window, [B, m, D]."""
     half = kv.shape[-1] // 2
     if prior is None:
-        first_kv, first_gate = torch.zeros_like(kv[:, :1]), torch.full_like(gate[:, :1], -torch.inf)
+        first_kv, first_gate = torch.zeros_like(kv[:, :1, :, :half]), torch.full_like(gate[:, :1, :, :half], -torch.inf)
     else:
         first_kv, first_gate = prior[0].unsqueeze(1), prior[1].unsqueeze(1)
-    before_kv = torch.cat((first_kv, kv[:, :-1]), dim=1)[..., :half]
-    before_gate = torch.cat((first_gate, gate[:, :-1]), dim=1)[..., :half]
+    before_kv = torch.cat((first_kv, kv[:, :-1, :, :half]), dim=1)
+    before_gate = torch.cat((first_gate, gate[:, :-1, :, :half]), dim=1)
     return gated_mean(torch.cat((before_kv, kv[..., half:]), dim=2), torch.cat((before_gate, gate[..., half:]), dim=2))
 
 

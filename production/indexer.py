@@ -94,14 +94,17 @@ class LightningIndexer(Component):
         require_start(positions, "indexer")
         pooled = pool_overlapping(*windows(x, p["position_bias"], p))
         keys = finish(pooled, p["kv_norm.weight"], self.rms_norm_eps, self.rope, self.compress_rate).to(self.act)
-
-        q = product(q_residual, p, "q_b_proj.").unflatten(-1, (self.index_n_heads, self.index_head_dim))
-        cos, sin = table(self.rope, positions)
-        q = rotate(q, cos.unsqueeze(2), sin.unsqueeze(2)).to(self.act)
-
-        scale = self.index_n_heads**-0.5 * self.index_head_dim**-0.5
-        head_weight = bf16_product(x, p, "weights_proj.") * scale
-        scores = relu_scores(q, keys, head_weight)
+        scores = relu_scores(self.queries(p, q_residual, positions), keys, self.head_weight(p, x))
         scores.masked_fill_(~ready_entries(positions, self.compress_rate, keys.shape[1]), -torch.inf)
         picks = choose(scores, min(self.index_topk, keys.shape[1])) if call.picks is None else call.picks
         return {"keys": keys, "scores": scores, "picks": picks}
+
+    def queries(self, p: Params, q_residual: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [B, S, HI, DI] in the model's dtype."""
+        q = product(q_residual, p, "q_b_proj.").unflatten(-1, (self.index_n_heads, self.index_head_dim))
+        cos, sin = table(self.rope, positions)
+        return rotate(q, cos.unsqueeze(2), sin.unsqueeze(2)).to(self.act)
+
+    def head_weight(self, p: Params, x: Tensor) -> Tensor:
+        """fp32 [B, S, HI], both scalings included."""
+        return bf16_product(x, p, "weights_proj.") * (self.index_n_heads**-0.5 * self.index_head_dim**-0.5)

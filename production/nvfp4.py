@@ -57,7 +57,12 @@ def unpack(weight: Tensor) -> Tensor:
 
 
 def fold(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """E2M1 * E4M3, fp32 (..., N, K); exact, and exact again when cast to bf16. Any leading (expert) dims."""
+    """E2M1 * E4M3, fp32 (..., N, K); exact, and exact again when cast to bf16. Any leading (expert) dims.
+
+    A weight that is no longer packed has been folded before (``production.session.prepare``) and comes back as it is.
+    """
+    if weight.dtype != torch.uint8:
+        return weight
     scale = _scale_values(weight.device).index_select(0, weight_scale.view(torch.uint8).reshape(-1).int())
     blocks = unpack(weight).view(*weight_scale.shape, BLOCK)
     return blocks.mul_(scale.view(*weight_scale.shape, 1)).flatten(-2)
