@@ -144,7 +144,7 @@ def _open(folder: Path, shard: str) -> Any:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(
-            f"{path}: expected a whole safetensors file, came a truncated or corrupt one ({error}); copy the shard again"
+            f"{path}: expected a whole safetensors file, came a truncated or corrupt one ({error}); copy it again"
         ) from None
 
 
@@ -194,7 +194,7 @@ def _match(folder: Path, geometry: Geometry, headers: Mapping[str, Header]) -> N
         names = sorted(left)
         raise UsageError(
             f"{folder / headers[names[0]].shard}: {names[0]}: expected no such tensor for this config.json, came "
-            f"{headers[names[0]].dtype} {list(headers[names[0]].shape)}{_more(names)}; correct config.json or the export"
+            f"{headers[names[0]].dtype} {list(headers[names[0]].shape)}{_more(names)}; correct config.json"
         )
 
 
