@@ -118,7 +118,7 @@ def attend(
     parts = []
     for start in range(0, q.shape[1], block):
         rows = slice(start, start + block)
-        parts.append(_attend_block(q[:, rows], *_seen_tiles(values, mask[:, rows]), sinks.float(), detail))
+        parts.append(attend_block(q[:, rows], *_seen_tiles(values, mask[:, rows]), sinks.float(), detail))
     joined = [None if column[0] is None else torch.cat(column, dim=1) for column in zip(*parts, strict=True)]
     return Attended(*joined)  # type: ignore[arg-type]
 
@@ -133,7 +133,7 @@ def _seen_tiles(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return values.unflatten(1, (-1, KEY_TILE))[:, seen].flatten(1, 2), tiled[:, :, seen].flatten(2)
 
 
-def _attend_block(q: Tensor, values: Tensor, mask: Tensor, sinks: Tensor, detail: bool) -> Attended:
+def attend_block(q: Tensor, values: Tensor, mask: Tensor, sinks: Tensor, detail: bool) -> Attended:
     batch, queries, heads, dim = q.shape
     rows = q.float().reshape(batch, queries * heads, dim)
     logits = torch.matmul(rows, values.transpose(1, 2)).mul_(dim**-0.5).view(batch, queries, heads, -1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from production.attention import Attended, SinkAttention, _attend_block
+from production.attention import Attended, SinkAttention, attend_block
 from production.cache.components import rows_of, stacked
 from production.cache.pages import Paged
 from production.cache.sequence import LayerCache, Layout
@@ -90,7 +90,7 @@ class CachedAttention(SinkAttention):
             if visible is not None:
                 visible[0, block, low:high] = seen
             mask = torch.cat((seen.unsqueeze(0), chosen.view(1, seen.shape[0], -1)), dim=-1)
-            parts.append(_attend_block(q[:, block], values, mask, sinks, call.detail))
+            parts.append(attend_block(q[:, block], values, mask, sinks, call.detail))
         done = parts[0] if len(parts) == 1 else Attended(*(_joined(column) for column in zip(*parts, strict=True)))  # type: ignore[arg-type]
         result = {"out": done.out.to(self.act)}
         if visible is not None:
