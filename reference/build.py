@@ -18,6 +18,7 @@ from reference.checkpoint import Checkpoint, open_checkpoint
 from reference.oracle import HFOracle
 from reference.stages.base import HFStage
 from reference.stages.graph import stages
+from reference.steps import HFSteps
 
 #: dtype of the builder -> the model's dtype in the stage table's words
 WORDS: Mapping[str, str] = {"native": "bf16", "fp32": "fp32"}
@@ -49,13 +50,20 @@ class HFReference:
         }
 
     @cached_property
+    def _wide(self) -> nets.Net:
+        return nets.build(self.net.checkpoint, "fp64", self.net.depth, self.net.device)
+
+    @cached_property
     def _oracle(self) -> HFOracle:
-        net = nets.build(self.net.checkpoint, "fp64", self.net.depth, self.net.device)
-        return HFOracle(net, self.provenance)
+        return HFOracle(self._wide, self.provenance)
 
     def oracle(self) -> HFOracle:
         """The same stages in float64; the model is decoded a second time on the first call."""
         return self._oracle
+
+    def steps(self) -> HFSteps:
+        """The stages of a call that continues sequences, with their caches as wires."""
+        return HFSteps(self.net, self.provenance, self._wide)
 
     def certify(self, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -> Iterable[Check]:
         """Compare composed wires, bit for bit, with what hooks capture in the model (``reference.certify``)."""

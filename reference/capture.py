@@ -24,25 +24,32 @@ NAME = "dsv4_harness_tap"
 
 @dataclass
 class Capture:
-    """The wires of one forward by name, the masks that attention was handed by layer, and the logits."""
+    """The wires of one forward by name, the masks that attention was handed by layer, and the logits.
 
+    ``past``: keys of earlier calls that attention reads in front of the call's own.
+    """
+
+    past: int = 0
     wires: dict[str, Tensor] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
     logits: Tensor | None = None
 
 
-def forward(net: Net, input_ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits of the whole model, no cache, nothing tapped: ``[B, S, V]``."""
+def forward(net: Net, input_ids: Tensor, positions: Tensor, cache: Any = None) -> Tensor:
+    """Logits of the whole model, nothing tapped: ``[B, S, V]``. A cache is continued."""
+    use: dict[str, Any] = {"use_cache": False} if cache is None else hf.cache_argument(net.model, cache)
     with torch.no_grad():
-        logits: Tensor = net.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
+        logits: Tensor = net.model(input_ids=input_ids, position_ids=positions, **use).logits
     return logits
 
 
-def capture(net: Net, input_ids: Tensor, positions: Tensor) -> Capture:
+def capture(net: Net, input_ids: Tensor, positions: Tensor, cache: Any = None) -> Capture:
     """One forward with every tap in place; all taps are gone again afterwards."""
     seen = Capture()
+    if cache is not None:
+        seen.past = min(int(cache.get_seq_length()), net.geometry.sliding_window - 1)
     with _hooks(net, seen), _interface(net, seen):
-        seen.logits = forward(net, input_ids, positions)
+        seen.logits = forward(net, input_ids, positions, cache)
     if net.depth == net.geometry.num_hidden_layers:
         seen.wires["lm_head.logits"] = seen.logits
     return seen
@@ -57,10 +64,11 @@ def _interface(net: Net, seen: Capture) -> Iterator[None]:
 
     def tap(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any) -> Any:
         out, probabilities = hf.modeling.eager_attention_forward(module, query, key, value, mask, **rest)
-        layer, length = module.layer_idx, query.shape[2]
+        layer, length = module.layer_idx, seen.past + query.shape[2]
         here = f"layers.{layer}."
         seen.wires[f"{here}q_rope.q"] = query.transpose(1, 2)
-        seen.wires[f"{here}kv_rope.kv"] = key[:, 0, :length]
+        seen.wires[f"{here}kv_rope.kv"] = key[:, 0, seen.past : length]
+        seen.wires[f"{here}kv_cache.keys"] = key[:, 0, :length]
         if module.layer_type != SLIDING:
             seen.wires[f"{here}compressor.keys"] = key[:, 0, length:]
         seen.masks[layer] = mask

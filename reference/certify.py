@@ -73,8 +73,8 @@ def masks(seen: Capture) -> Check:
     for layer, mask in sorted(seen.masks.items()):
         if mask is None:
             return Check("masks", False, f"layers.{layer}: attention was called without a mask: it is not causal")
-        length = mask.shape[-2]
-        later = (mask[..., :length] == 0).triu(1).nonzero()
+        length = seen.past + mask.shape[-2]
+        later = (mask[..., :length] == 0).triu(1 + seen.past).nonzero()
         if len(later):
             row, _, query, key = later[0].tolist()
             return Check("masks", False, f"layers.{layer}: row {row}: query {query} sees key {key}")

@@ -5,13 +5,14 @@ Only the model's own modules are imported, never the Auto classes. Nothing here 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import cache_utils, masking_utils
 from transformers.models.deepseek_v4 import configuration_deepseek_v4, modeling_deepseek_v4
 
 modeling: Any = modeling_deepseek_v4
@@ -23,6 +24,18 @@ def configuration(keywords: Mapping[str, Any]) -> Any:
     """A DeepseekV4Config with eager attention and eager experts pinned (both default to something else)."""
     pinned = {"attn_implementation": EAGER, "experts_implementation": EAGER, "use_cache": False}
     return configuration_deepseek_v4.DeepseekV4Config(**{**keywords, **pinned})
+
+
+def dynamic_cache(config: Any) -> Any:
+    """An empty cache with a layer of the right kind for each layer of the model."""
+    return cache_utils.DynamicCache(config=config)
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """The keyword arguments that make a model's forward use ``cache``: its name changed in 5.24."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    name = next(n for n in ("cache", "past_key_values") if n in parameters)
+    return {name: cache, "use_cache": True}
 
 
 def skeleton(keywords: Mapping[str, Any]) -> Any:

@@ -87,11 +87,11 @@ class DirectOracleStage(OracleStage):
 class HFOracle:
     """The oracle side (``harness.types.Oracle``)."""
 
-    def __init__(self, net: Net, provenance: Mapping[str, str]) -> None:
+    def __init__(self, net: Net, provenance: Mapping[str, str], *, cached: bool = False) -> None:
         frequencies = {name: value.to(net.device) for name, value in rope.frequencies(net.geometry).items()}
         self.stages: Sequence[OracleStage] = [
             DirectOracleStage(stage, frequencies) if isinstance(stage, Hyper | Mix) else OracleStage(stage, frequencies)
-            for stage in stages(net)
+            for stage in stages(net, cached=cached)
         ]
         self.provenance = {**provenance, "dtype": "float64"}
         self._by_name = {stage.name: stage for stage in self.stages}

@@ -70,9 +70,9 @@ class AttnCore(HFStage):
 
     def compute(self, inputs: Tensors, replay: Tensors) -> dict[str, Tensor]:
         attention, positions = self.module, inputs["positions"]
-        check_lengths(inputs["lengths"], inputs["kv"].shape[1])
+        self.check(inputs)
         q = inputs["q"].transpose(1, 2).contiguous()  # [B, H, S, D]: the layout that the module's rotation leaves
-        keys, mask = inputs["kv"].unsqueeze(1).contiguous(), self._window(inputs["kv"], positions)
+        keys, mask = inputs["kv"].unsqueeze(1).contiguous(), self.window(inputs)
         if self.layer_type != SLIDING:
             compressed = inputs["compressed"].unsqueeze(1)  # [B, 1, T, D]
             keys = torch.cat([keys, compressed], dim=2)  # [B, 1, J, D]
@@ -81,10 +81,14 @@ class AttnCore(HFStage):
         out, _ = hf.modeling.eager_attention_forward(attention, q, keys, keys, mask, scaling=attention.scaling)
         return {"out": out, "visible": mask.squeeze(1) == 0, **self._summary(q, keys, mask)}
 
-    def _window(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """HF's own mask over the token keys: 0 where visible, the dtype's minimum elsewhere, ``[B, 1, S, S]``."""
+    def check(self, inputs: Tensors) -> None:
+        """UsageError for what the module would compute without a word, and wrongly."""
+        check_lengths(inputs["lengths"], inputs["kv"].shape[1])
+
+    def window(self, inputs: Tensors) -> Tensor:
+        """HF's own mask over the token keys: 0 where visible, the dtype's minimum elsewhere, ``[B, 1, S, L]``."""
         build = hf.masking.create_sliding_window_causal_mask
-        mask: Tensor = build(self.net.model.config, kv, None, None, position_ids=positions)
+        mask: Tensor = build(self.net.model.config, inputs["kv"], None, None, position_ids=inputs["positions"])
         return mask
 
     def _block_bias(self, compressed: Tensor, positions: Tensor, picks: Tensor | None) -> Tensor:

@@ -104,9 +104,13 @@ class Indexer(HFStage):
         return origin(self.module)
 
     def compute(self, inputs: Tensors, replay: Tensors) -> dict[str, Tensor]:
+        return self.look(inputs, replay, None)
+
+    def look(self, inputs: Tensors, replay: Tensors, cache: Any) -> dict[str, Tensor]:
+        """Run the module, with or without a cache, and read keys, scores and picks."""
         module, positions = self.module, inputs["positions"]
         scorer = Observer(module.scorer)
-        picks = shadow(module, {"scorer": scorer})(inputs["x"], inputs["q_residual"], positions, None, self.layer)
+        picks = shadow(module, {"scorer": scorer})(inputs["x"], inputs["q_residual"], positions, cache, self.layer)
         _, keys, _ = scorer.arguments
         assert scorer.result is not None
         finished = (positions + 1) // module.compress_rate  # [B, S]: windows closed at the query's position

@@ -6,6 +6,7 @@ from reference.geometry import CSA, SLIDING
 from reference.net import Net
 from reference.stages.attention import AttnCore
 from reference.stages.base import HFStage
+from reference.stages.cached import CachedAttnCore, CachedCompressor, CachedIndexer, KvCache
 from reference.stages.compress import Compressor, Indexer
 from reference.stages.hyper import Hyper, Mix
 from reference.stages.model import Closing, Embed, HyperHead, RopeCache
@@ -14,27 +15,32 @@ from reference.stages.projections import Projection
 from reference.stages.rotary import Rotation
 
 
-def stages(net: Net) -> list[HFStage]:
-    """Every stage of ``net``. A model cut before its last layer has no head: its streams are not the head's input."""
+def stages(net: Net, *, cached: bool = False) -> list[HFStage]:
+    """Every stage of ``net``. A model cut before its last layer has no head: its streams are not the head's input.
+
+    ``cached``: the graph of a call that continues sequences, with their caches as wires.
+    """
     graph: list[HFStage] = [Embed(net), RopeCache(net)]
     for layer in range(net.depth):
-        graph += [*_attention(net, layer), *_feed_forward(net, layer)]
+        graph += [*_attention(net, layer, cached), *_feed_forward(net, layer)]
     if net.depth == net.geometry.num_hidden_layers:
         graph += [HyperHead(net), Closing(net, "final_norm"), Closing(net, "lm_head")]
     return graph
 
 
-def _attention(net: Net, layer: int) -> list[HFStage]:
+def _attention(net: Net, layer: int, cached: bool) -> list[HFStage]:
     kind = net.geometry.layer_types[layer]
     half: list[HFStage] = [Hyper(net, layer, "attn"), Projection(net, layer, "attn_norm")]
     half += [Projection(net, layer, name) for name in ("q_a", "q_a_norm", "q_b", "q_b_norm")]
     half += [Rotation(net, layer, "q_rope"), Projection(net, layer, "kv"), Projection(net, layer, "kv_norm")]
     half.append(Rotation(net, layer, "kv_rope"))
+    if cached:
+        half.append(KvCache(net, layer))
     if kind != SLIDING:
-        half.append(Compressor(net, layer))
+        half.append(CachedCompressor(net, layer) if cached else Compressor(net, layer))
     if kind == CSA:
-        half.append(Indexer(net, layer))
-    half += [AttnCore(net, layer), Rotation(net, layer, "attn_unrope")]
+        half.append(CachedIndexer(net, layer) if cached else Indexer(net, layer))
+    half += [CachedAttnCore(net, layer) if cached else AttnCore(net, layer), Rotation(net, layer, "attn_unrope")]
     return [*half, Projection(net, layer, "o_a"), Projection(net, layer, "o_b"), Mix(net, layer, "attn")]
 
 
