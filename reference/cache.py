@@ -1,6 +1,6 @@
 """Hugging Face's own caches, filled from and read into plain tensors in logical order.
 
-A model's ``DynamicCache`` holds a ``DeepseekV4HCACache`` or ``DeepseekV4CSACache`` (or a plain sliding layer) per layer.
+A model's ``DynamicCache`` has a ``DeepseekV4HCACache``, a ``DeepseekV4CSACache`` or a plain sliding layer for each layer.
 What they keep between calls has one name here and on the production side:
 
     window [B, P, D]                        keys of the last ``P = min(length, sliding_window - 1)`` tokens
@@ -105,7 +105,7 @@ def _load(held: Any, prefix: str, key: str, state: Tensors) -> None:
 
 def dump(net: Net, cache: Any, layer: int, like: Tensors) -> dict[str, Tensor]:
     """What one layer of a cache holds, by name. ``like`` gives the form of contents that it does not hold yet."""
-    return {name: found for name, found in _contents(net, cache.layers[layer], layer, like)}
+    return dict(_contents(net, cache.layers[layer], layer, like))
 
 
 def _contents(net: Net, held: Any, layer: int, like: Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +124,7 @@ def _contents(net: Net, held: Any, layer: int, like: Tensors) -> Iterator[tuple[
 def state_of(net: Net, cache: Any, batch: int) -> dict[str, Tensor]:
     """Everything a cache holds, by the wire on which it enters the next call."""
     blank = empty(net, batch)
-    found = {}
+    found: dict[str, Tensor] = {}
     for layer in range(net.depth):
         like = {name: blank[wire(layer, name)] for name in names(net.geometry, layer)}
         found |= {wire(layer, name): value for name, value in dump(net, cache, layer, like).items()}

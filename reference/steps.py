@@ -100,8 +100,8 @@ class HFSteps:
         assert seen.logits is not None
         difference = checks.first_difference(plain, seen.logits)
         detail = "" if difference is None else f"logits: untapped and tapped differ at {difference}"
-        yield checks.Check("taps change nothing", difference is None, detail)
+        yield Check("taps change nothing", difference is None, detail)
         yield checks.masks(seen)
         after = caches.state_of(self.net, cache, ids.shape[0])
         seen.wires |= {out: after[into] for into, out in self.state.items() if into in after}
-        yield from checks.compared(self.net, seen, wires)
+        yield from checks.compared(seen, wires)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .algebra import REACH, Spread, V, exact
-from .compressor import compress, tail_rounded
+from .compressor import Kept, compress, join, tail_rounded
 from .linear import contract, linear
 from .plan import Plan
 from .rope import rotate, table
@@ -28,13 +28,16 @@ def index(
     rate: int,
     heads: int,
     eps: float,
+    kept: Kept | None = None,
 ) -> tuple[Spread, Spread]:
-    """keys [B, T, D] and unmasked scores [B, S, T].
+    """keys [B, T, D] and unmasked scores [B, S, T]; with ``kept``, those of all entries so far.
 
     Where projections and rotation are fp32, rotated queries and keys are known to far less than a bf16 ulp, so that
     their roundings are known (:meth:`Spread.fixed`); after bf16 tables and pooling they are not, and count as unknown.
     """
-    _, keys = compress(x, params, inv_freq, plan, rate=rate, overlap=True, eps=eps)
+    _, keys = compress(x, params, inv_freq, plan, rate=rate, overlap=True, eps=eps, kept=kept)
+    if kept is not None:
+        keys = join(kept.entries, keys)
     q = linear(exact(q_residual), params["q_b_proj.weight"], plan.dtype("weight"))
     q = q.map(lambda t: t.reshape(*t.shape[:-1], heads, -1))
     angle = table(positions, inv_freq, plan.unit("table"), fp32_angle=plan.fp32_angle)

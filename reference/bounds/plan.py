@@ -41,6 +41,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "kv": _LINEAR,
     "o_a": _LINEAR,
     "o_b": _LINEAR,
+    "kv_cache": ("out",),
     "compressor": _POOL,
     "indexer": (*_POOL, "q", "q_rope", "head_weight", "scores"),
     "attn_core": ("logits", "probs", "acc", "out"),

@@ -13,9 +13,9 @@ from torch import Tensor
 from harness.types import InvalidRun, UsageError
 from reference import rope as rope_frequencies
 
-from . import attention, experts, hyper, router
+from . import attention, cached, experts, hyper, router
 from .algebra import Spread, V, exact
-from .compressor import compress
+from .compressor import compress, join
 from .indexer import index
 from .linear import grouped, linear
 from .norm import rms_norm
@@ -185,14 +185,22 @@ def _mix(case: Case) -> dict[str, Spread]:
 def _compressor(case: Case) -> dict[str, Spread]:
     overlap = case.config["layer_type"] == "compressed_sparse_attention"
     rate = int(case.config["compress_rate"])
+    kept, x = cached.of(case.inputs), case.inputs["x"]
     pooled, keys = compress(
-        case.x, case.params, case.inv_freq("compress"), case.plan, rate=rate, overlap=overlap, eps=case.eps
+        x, case.params, case.inv_freq("compress"), case.plan, rate=rate, overlap=overlap, eps=case.eps, kept=kept
     )
-    return {"pooled": pooled, "keys": keys}
+    if kept is None:
+        return {"pooled": pooled, "keys": keys}
+    kept_now = cached.states(x, case.params, case.plan, kept, rate)
+    return {"pooled": pooled, "keys": join(kept.entries, keys), **kept_now}
+
+
+def _kv_cache(case: Case) -> dict[str, Spread]:
+    return cached.window(case.inputs["kv"], case.inputs["window"], case.outputs["window"].shape[1])
 
 
 def _indexer(case: Case) -> dict[str, Spread]:
-    i = case.inputs
+    i, kept = case.inputs, cached.of(case.inputs)
     keys, scores = index(
         i["x"],
         i["q_residual"],
@@ -203,8 +211,12 @@ def _indexer(case: Case) -> dict[str, Spread]:
         rate=int(case.config["compress_rate"]),
         heads=int(case.config["index_n_heads"]),
         eps=case.eps,
+        kept=kept,
     )
-    return {"keys": keys, "scores": scores, "picks": scores}
+    found = {"keys": keys, "scores": scores, "picks": scores}
+    if kept is None:
+        return found
+    return found | cached.states(i["x"], case.params, case.plan, kept, int(case.config["compress_rate"]))
 
 
 def _attention(case: Case) -> dict[str, Spread]:
@@ -280,6 +292,7 @@ RULES: dict[str, Rule] = {
     "attn_unrope": _rotation(inverse=True),
     **dict.fromkeys(("lm_head", "q_a", "q_b", "kv", "o_b"), _linear),
     "o_a": _grouped,
+    "kv_cache": _kv_cache,
     "compressor": _compressor,
     "indexer": _indexer,
     "attn_core": _attention,

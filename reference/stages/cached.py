@@ -1,7 +1,7 @@
 """The stages that keep something between calls: each runs the Hugging Face module with a Hugging Face cache.
 
-Caches come in and go out as plain tensors (``reference.cache``), so a stage stays a function of its inputs. Positions of
-a row are consecutive and start at the number of tokens in its caches, the same for all rows of a call.
+Caches come in and go out as plain tensors (``reference.cache``), so a stage stays a function of its inputs. Positions
+of a row are consecutive and start at the number of tokens in its caches, the same for all rows of a call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Keeper:
         """Names of the contents, without the prefix."""
         assert self.layer is not None
         own = caches.names(self.net.geometry, self.layer)
-        names = [n.removeprefix(self.prefix) for n in own if n != "window" and n.startswith("index_") == bool(self.prefix)]
-        return names
+        return [
+            n.removeprefix(self.prefix) for n in own if n != "window" and n.startswith("index_") == bool(self.prefix)
+        ]
 
     def state_wires(self) -> dict[str, str]:
         assert self.layer is not None

@@ -67,13 +67,13 @@ def test_first_window_gives_its_missing_half_no_weight() -> None:
 
 
 def test_windows_continue_from_a_state(native: Model) -> None:
-    """Two calls with the last window handed over give what one call gives."""
+    """Two calls with the Ca of the last window handed over give what one call gives."""
     stage = native.stage(STAGE[CSA])
     x = torch.randn(1, 24, 64).bfloat16()
     kv, gate = windows(x, stage.params["position_bias"], stage.params)
     whole = pool_overlapping(kv, gate)
     first = pool_overlapping(kv[:, :2], gate[:, :2])
-    rest = pool_overlapping(kv[:, 2:], gate[:, 2:], prior=(kv[:, 1], gate[:, 1]))
+    rest = pool_overlapping(kv[:, 2:], gate[:, 2:], prior=(kv[:, 1, :, :32], gate[:, 1, :, :32]))
     assert torch.equal(torch.cat((first, rest), dim=1), whole)
 
 
