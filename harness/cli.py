@@ -75,6 +75,9 @@ def _parser() -> Parser:
     diff.add_argument("--dtype", choices=("native", "fp32"), help="fp32 tells a logic error from rounding")
     diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
     diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
+    diff.add_argument(
+        "--phase", default="", metavar="prefill|chunk:SIZES|decode:K", help="with caches: compare the last call"
+    )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     _view_options(diff, json=True)
 
@@ -146,6 +149,7 @@ def _diff(args: argparse.Namespace) -> int:
         "bypass": tuple(args.bypass),
         "replace": tuple(args.replace),
         "direct_residual": args.direct_residual,
+        "phase": args.phase,
     }
     from harness.diff import diff
 

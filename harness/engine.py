@@ -11,8 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
-from harness import __version__, replace, sides
+import torch
+
+from harness import __version__, history, replace, sides
 from harness import case as cases
 from harness.audit import audit
 from harness.bench import Bench
@@ -20,10 +23,11 @@ from harness.case import Case
 from harness.execute import Way, compose
 from harness.free import FreeRun
 from harness.local import row as local_row
+from harness.phase import parse
 from harness.plan import Plan, Request, make_plan
 from harness.records import Certification, Config, Record, Summary
 from harness.tally import Tally
-from harness.types import InvalidRun, Reference, Side, Stage
+from harness.types import InvalidRun, Reference, Side, Stage, StepReference, Steps, UsageError
 
 MOST_TOKENS = 1024
 
@@ -68,6 +72,10 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
     with clock.phase("load"):
         reference = sides.reference(case.reference, case.checkpoint, case.dtype)
         production = sides.production(case.production, case.checkpoint, case.dtype)
+        sizes = _sizes(case, request, ids)
+        if sizes:
+            reference = cast(StepReference, history.stepped(reference, "reference"))
+            production = history.stepped(production, "production")
         plan = make_plan(reference.stages, production.stages, request)
         oracle = reference.oracle()
     yield _config(case, request, plan, ids, reference, production)
@@ -80,23 +88,46 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
             if step.compared and step.produced and all(c in truth for c in step.covers):
                 yield from audit(mine[step.stage], {c: truth[c] for c in step.covers})
 
-    inputs = cases.inputs(case, ids)
+    inputs, start = cases.inputs(case, ids), None
     with clock.phase("reference"):
+        if sizes:
+            start = history.begin(cast(Steps, reference), plan.compose, inputs["input_ids"], sizes, ())
+            inputs = start.inputs
         wires = compose(reference.stages, plan.compose, inputs)
     with clock.phase("certify"):
         failed = []
-        for check in reference.certify(inputs, wires):
+        checks = list(reference.certify(inputs, wires))
+        if start is not None:
+            checks += history.certified(cast(StepReference, reference), start)
+        for check in checks:
             yield Certification(check.name, check.ok, check.detail)
             failed += [] if check.ok else [check]
     if failed:
         raise InvalidRun(f"the reference is not the unmodified model: {failed[0].name}: {failed[0].detail}")
     if plan.direct:
         with clock.phase("reference"):
+            if start is not None:
+                start = history.begin(
+                    cast(Steps, reference),
+                    plan.compose,
+                    torch.cat([*start.calls, inputs["input_ids"]], 1),
+                    sizes,
+                    plan.direct,
+                )
+                inputs = start.inputs
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
     ways = {step.stage: _way(step.stage, plan, mine, theirs, functions) for step in plan.steps if step.produced}
     bench = Bench(plan, theirs, oracle, truth, mine, ways, wires, _command(case, request), case.declared)
-    free_run = FreeRun(bench) if "free" in plan.modes else None
+    free_run = None
+    if "free" in plan.modes:
+        if start is not None:
+            with clock.phase("history"):
+                others = {n: Way(mine[n], direct=True) for n in plan.direct if n in mine and n not in ways}
+                history.follow(
+                    start, cast(Steps, oracle), cast(Steps, production), history.plain(ways | others), plan.direct
+                )
+        free_run = FreeRun(bench) if start is None else FreeRun(bench, start.mine, start.truth, start.failure)
     for index, step in enumerate(plan.steps):
         if "local" in step.compared:
             with clock.phase("local"):
@@ -108,6 +139,15 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
             yield from made
     if free_run is not None:
         clock.seconds["oracle"] = free_run.seconds_oracle
+
+
+def _sizes(case: Case, request: Request, ids: list[int]) -> list[int]:
+    """Tokens of each call where the request names a phase, else nothing: one whole prompt without caches."""
+    if not request.phase:
+        return []
+    if case.positions:
+        raise UsageError(f"--phase {request.phase}: the case starts at position {case.positions}; expected 0")
+    return parse(request.phase).calls(len(ids))
 
 
 def _way(
@@ -140,6 +180,7 @@ def _config(case: Case, request: Request, plan: Plan, ids: list[int], reference:
         bypass={s.stage: s.bypass for s in plan.steps if s.bypass != "production"},
         replace={s.stage: s.replace for s in plan.steps if s.replace},
         direct_residual=request.direct_residual,
+        phase=request.phase,
         stages_reference=tuple(s.name for s in reference.stages),
         stages_production=tuple(s.name for s in production.stages),
         provenance=provenance,
@@ -156,6 +197,8 @@ def _command(case: Case, request: Request) -> str:
         words += ["--replace", text]
     if request.direct_residual:
         words.append("--direct-residual")
+    if request.phase:
+        words += ["--phase", request.phase]
     return shlex.join(words)
 
 

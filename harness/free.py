@@ -28,6 +28,7 @@ class FreeRun:
     bench: Bench
     mine: Wires = field(default_factory=dict)
     oracle: Wires = field(default_factory=dict)
+    failure: str | None = None  # production broke before this call: nothing of it can be compared
     broken: dict[str, str] = field(default_factory=dict)  # wire -> why there is nothing usable on it
     seconds_oracle: float = 0.0
     _pending: list[str] = field(init=False)
@@ -47,13 +48,22 @@ class FreeRun:
         self._advance_oracle(step)
         start = time.perf_counter()
         compared = "free" in step.compared
-        if step.fault:
+        if self.failure is not None and compared:
+            yield self._dead(step, self.failure)
+        elif step.fault:
             self._break(step, f"{step.stage}: {step.fault}")
             if compared:
                 yield self.bench.verdict(step, "free", Verdict.FAIL, step.fault)
         elif step.free_run:
             yield from self._run(step, start, compared)
         self._release(index)
+
+    def _dead(self, step: Step, reason: str) -> Comparison | Skip:
+        """The first row says what broke, the others that they have no input."""
+        if self.broken:
+            return self.bench.skip(step, "free", f"no usable input: {reason}")
+        self.broken[step.stage] = reason
+        return self.bench.verdict(step, "free", Verdict.FAIL, reason)
 
     def _run(self, step: Step, start: float, compared: bool) -> Iterator[Comparison | Skip | Logits]:
         bench, stage = self.bench, self.bench.production[step.stage]

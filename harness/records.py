@@ -160,6 +160,7 @@ class Config:
     stages_reference: tuple[str, ...]
     stages_production: tuple[str, ...]
     provenance: Mapping[str, str]
+    phase: str = ""  # the cut into calls whose last one is compared; empty: one whole prompt without caches
     planned: int = 0  # comparison rows that the run will yield if nothing stops it
     schema: int = 1
 

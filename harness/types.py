@@ -8,7 +8,7 @@ wire names. Production implements these protocols by shape alone: it never impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -179,6 +179,64 @@ class Reference(Side, Protocol):
         ...
 
     def logical_dtype(self) -> str: ...
+
+
+@runtime_checkable
+class Steps(Side, Protocol):
+    """A side as stages of *one call that continues sequences*: what is kept between calls travels over wires.
+
+    A cache content enters a call as a case input (``case.layers.2.cache.window``) and leaves on the wire of a stage's
+    output; ``state`` says which becomes which. Both sides use the same names and logical orders (docs/stages.md).
+    """
+
+    @property
+    def state(self) -> Mapping[str, str]: ...
+    def empty(self, batch: int) -> dict[str, Tensor]:
+        """What is kept before the first token, by the wire on which it enters."""
+        ...
+
+
+class StepOracle(Oracle, Steps, Protocol):
+    """The oracle of such calls."""
+
+
+@runtime_checkable
+class StepReference(Reference, Steps, Protocol):
+    """The reference of such calls. ``certify`` gets caches among the case inputs."""
+
+    def oracle(self) -> StepOracle: ...
+    def certify_history(self, calls: Sequence[Tensor], state: Mapping[str, Tensor]) -> Iterable[Check]:
+        """Feed the untouched model call after call (ids ``[B, S]``); what it keeps must be ``state``, bit for bit."""
+        ...
+
+
+#: (stage, inputs that exist, picks to use or None) -> outputs: computes a stage in place of its component
+Compute = Callable[[Stage, dict[str, "Tensor"], "Tensor | None"], Mapping[str, "Tensor"]]
+
+
+class Session(Protocol):
+    """Rows of one length with caches of their own kind, fed one call after the other."""
+
+    def feed(
+        self,
+        input_ids: Tensor,
+        *,
+        replay: Mapping[str, Tensor] | None = None,
+        tap: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+    ) -> Tensor:
+        """Continue all rows by ids ``[B, S]``; returns logits ``[B, S, V]``. ``replay`` gives picks by wire."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What is kept now, by the wire on which it enters a call."""
+        ...
+
+
+@runtime_checkable
+class StepProduction(Steps, Protocol):
+    """Production of such calls, which also has real caches."""
+
+    def session(self, *, rows: int, tokens: int, ways: Mapping[str, Compute] | None = None) -> Session: ...
 
 
 class Builder(Protocol):

@@ -35,8 +35,8 @@ LOGITS = "lm_head.logits"
 #: Weights are unpacked to fp32 once, when a session starts, if that takes no more bytes than this.
 PREPARED_LIMIT = 4 << 30
 
-#: (stage, inputs that exist) -> outputs: computes a stage in place of its component
-Way = Callable[[Stage, dict[str, Tensor]], Mapping[str, Tensor]]
+#: (stage, inputs that exist, picks to use or None) -> outputs: computes a stage in place of its component
+Way = Callable[[Stage, dict[str, Tensor], Tensor | None], Mapping[str, Tensor]]
 #: (stage name, row or None for all rows together, outputs)
 Tap = Callable[[str, int | None, Mapping[str, Tensor]], None]
 Value = Tensor | list[Tensor]  # one for all rows together, or one a row
@@ -198,13 +198,13 @@ class Session:
         """A stage that keeps nothing, for all rows together."""
         stage = step.stage
         inputs = {name: _joined(wires[wire]) for name, wire in stage.inputs.items() if wire in wires}
+        given = replay.get(f"{stage.name}.{stage.op.replays}") if stage.op.replays else None
+        picks = None if given is None else _joined(given)
         way = self.ways.get(stage.name)
         if way is not None:
-            outputs = way(stage, inputs)
+            outputs = way(stage, inputs, picks)
         else:
-            given = replay.get(f"{stage.name}.{stage.op.replays}") if stage.op.replays else None
-            call = Call(detail=tap is not None, picks=None if given is None else _joined(given))
-            outputs = stage.op.compute(step.params, call, **inputs)
+            outputs = stage.op.compute(step.params, Call(detail=tap is not None, picks=picks), **inputs)
         if tap is not None:
             tap(stage.name, None, outputs)
         return outputs
@@ -223,10 +223,10 @@ class Session:
         for index, row in enumerate(rows):
             inputs = {n: _part(wires[w], index, row.part) for n, w in stage.inputs.items() if w in wires}
             cache = row.sequence.layers[stage.layer or 0]
+            picks = given[index] if isinstance(given, list) else given
             if stage.name in self.ways:
-                outputs = self._around(stage, row, inputs)
+                outputs = self._around(stage, row, inputs, picks)
             else:
-                picks = given[index] if isinstance(given, list) else given
                 call = Call(detail=tap is not None, picks=picks)
                 asked = {name: inputs[name] for name in step.takes or () if name in inputs}
                 outputs = stage.op.step(step.params, call, cache, row.sequence.length, **asked)  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ class Session:
             made.append(outputs)
         return made
 
-    def _around(self, stage: Stage, row: _Row, inputs: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def _around(self, stage: Stage, row: _Row, inputs: dict[str, Tensor], picks: Tensor | None) -> Mapping[str, Tensor]:
         """Let a way compute a stage with caches: out in logical order, and back in what it returns."""
         layer, sequence, end = stage.layer or 0, row.sequence, row.sequence.length + row.count
         kept = dump(sequence, layer, sequence.length)
@@ -245,7 +245,7 @@ class Session:
             entries = sequence.layers[layer].entries
             assert entries is not None
             inputs["compressed"] = entries.span(0, end // stage.op.settings["compress_rate"]).unsqueeze(0)  # type: ignore[operator]
-        outputs = self.ways[stage.name](stage, inputs)
+        outputs = self.ways[stage.name](stage, inputs, picks)
         after = {
             content: outputs["keys" if name == "entries" else name][0]
             for name, content in names.items()
@@ -253,6 +253,57 @@ class Session:
         }
         load(sequence, layer, end, after)
         return outputs
+
+
+class Lockstep:
+    """A session whose rows have one length: tensors with a batch instead of a list a row."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def feed(
+        self,
+        input_ids: Tensor,
+        *,
+        replay: Mapping[str, Tensor] | None = None,
+        tap: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+    ) -> Tensor:
+        """Logits fp32 [B, S, V] of ids [B, S]. ``replay`` gives picks [B, S, ...] by wire."""
+        rows: dict[str, Value] = {wire: list(t.split(1)) for wire, t in (replay or {}).items()}
+        see = None if tap is None else _Gather(tap, *input_ids.shape)
+        logits = self.session.feed(list(input_ids), replay=rows, tap=see)
+        if see is not None:
+            see.flush()
+        return torch.stack([row for row in logits if row is not None])
+
+    def state(self) -> dict[str, Tensor]:
+        """What all rows keep, with a leading batch, by the wires on which it enters a call."""
+        rows = [self.session.state(row) for row in range(len(self.session.sequences))]
+        return {wire: torch.cat([row[wire] for row in rows]) for wire in rows[0]}
+
+
+class _Gather:
+    """Turns what a session's tap sees into one mapping a stage with a batch in front."""
+
+    def __init__(self, tap: Callable[[str, Mapping[str, Tensor]], None], batch: int, count: int) -> None:
+        self.tap, self.batch, self.count = tap, batch, count
+        self.name, self.rows = "", list[Mapping[str, Tensor]]()
+
+    def __call__(self, name: str, row: int | None, outputs: Mapping[str, Tensor]) -> None:
+        if name != self.name:
+            self.flush()
+        if row is not None:
+            self.name = name
+            self.rows.append(outputs)
+            return
+        whole = {n: t.unflatten(1, (self.batch, self.count))[0] for n, t in outputs.items()}
+        self.tap(name, whole)
+
+    def flush(self) -> None:
+        """Pass on the stage whose rows have all been seen."""
+        if self.rows:
+            self.tap(self.name, {n: torch.cat([row[n] for row in self.rows]) for n in self.rows[0]})
+        self.name, self.rows = "", []
 
 
 def prepare(params: Params) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from production.stage import Stage
 
 if TYPE_CHECKING:
     from production.build import Model
-    from production.session import Session
+    from production.session import Lockstep
 
 
 def state_wire(layer: int, name: str) -> str:
@@ -66,11 +66,11 @@ class StepSide:
                 found[state_wire(layer, name)] = torch.empty(batch, *shape, dtype=dtype, device=self.model.device)
         return found
 
-    def session(self, **settings: Any) -> Session:
-        """``production.session.Session`` over these stages."""
-        from production.session import Session
+    def session(self, **settings: Any) -> Lockstep:
+        """A ``production.session.Session`` over these stages, its rows fed in lockstep."""
+        from production.session import Lockstep, Session
 
-        return Session(self.model, side=self, **settings)
+        return Lockstep(Session(self.model, side=self, **settings))
 
 
 def steps(model: Model) -> StepSide:
@@ -78,10 +78,7 @@ def steps(model: Model) -> StepSide:
     stages: list[Stage] = []
     state: dict[str, str] = {}
     for stage in model.stages:
-        made = [stage]
-        if isinstance(stage.op, CsaCompressor | HcaCompressor | LightningIndexer | SinkAttention):
-            assert stage.layer is not None
-            made = _stateful(stage, stage.layer, model.config.sliding_window)
+        made = _stateful(stage, stage.layer, model.config.sliding_window) if stage.layer is not None else [stage]
         for new in made:
             state |= {new.inputs[name]: wire for name, wire in _leaves(new).items()}
         stages += made
@@ -89,31 +86,26 @@ def steps(model: Model) -> StepSide:
 
 
 def _stateful(stage: Stage, layer: int, window: int) -> list[Stage]:
-    op = stage.op
+    """A stage of a layer in the step graph: itself, a cached form of it, or itself with the key cache behind it."""
+    op, kind = stage.op, stage.name.rpartition(".")[2]
+    if kind == "kv_rope":
+        wires = {"kv": stage.outputs[0].wire, "window": state_wire(layer, "window"), "positions": "case.positions"}
+        ring = KvCache(dtype=op.dtype, sliding_window=window)
+        return [stage, replace(stage, op=ring, inputs=wires, name=f"layers.{layer}.kv_cache", params={}, covers=())]
     if isinstance(op, SinkAttention):
-        front = f"layers.{layer}."
-        ring = _make(
-            stage,
-            KvCache(dtype=op.dtype, sliding_window=window),
-            {"kv": stage.inputs["kv"], "window": state_wire(layer, "window"), "positions": "case.positions"},
-            name=f"{front}kv_cache",
-        )
-        core = _make(stage, cached(CachedAttention, op), {**stage.inputs, "kv": f"{front}kv_cache.keys"})
-        return [ring, core]
-    names, prefix = ("entries", *OVERLAP.split()), ""
-    kind: type[Component] = CachedCsaCompressor
-    if isinstance(op, HcaCompressor):
-        kind, names = CachedHcaCompressor, ("entries", *OPEN.split())
+        wires = {**stage.inputs, "kv": f"layers.{layer}.kv_cache.keys"}
+        return [replace(stage, op=cached(CachedAttention, op), inputs=wires)]
+    cached_kind: type[Component]
+    if isinstance(op, CsaCompressor):
+        cached_kind, names, prefix = CachedCsaCompressor, OVERLAP, ""
+    elif isinstance(op, HcaCompressor):
+        cached_kind, names, prefix = CachedHcaCompressor, OPEN, ""
     elif isinstance(op, LightningIndexer):
-        kind, prefix = CachedIndexer, "index_"
-    wires = {name: state_wire(layer, prefix + name) for name in names}
-    return [_make(stage, cached(kind, op), {**stage.inputs, **wires})]
-
-
-def _make(stage: Stage, op: Component, inputs: Mapping[str, str], name: str = "") -> Stage:
-    if not name:
-        return replace(stage, op=op, inputs=inputs)
-    return replace(stage, op=op, inputs=inputs, name=name, params={}, covers=())
+        cached_kind, names, prefix = CachedIndexer, OVERLAP, "index_"
+    else:
+        return [stage]
+    caches = {name: state_wire(layer, prefix + name) for name in ("entries", *names.split())}
+    return [replace(stage, op=cached(cached_kind, op), inputs={**stage.inputs, **caches})]
 
 
 def _leaves(stage: Stage) -> dict[str, str]:

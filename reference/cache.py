@@ -1,6 +1,6 @@
 """Hugging Face's own caches, filled from and read into plain tensors in logical order.
 
-A model's ``DynamicCache`` has a ``DeepseekV4HCACache``, a ``DeepseekV4CSACache`` or a plain sliding layer for each layer.
+Each layer of a ``DynamicCache`` is a ``DeepseekV4HCACache``, a ``DeepseekV4CSACache`` or a plain sliding layer.
 What they keep between calls has one name here and on the production side:
 
     window [B, P, D]                        keys of the last ``P = min(length, sliding_window - 1)`` tokens

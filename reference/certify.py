@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def certify(net: Net, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -
     check_lengths(case["lengths"], ids.shape[1])
     yield settings(net)
     yield sources(net)
-    run = net.cut(_reach(net, wires))
+    run = net.cut(reach(net, wires))
     plain = forward(run, ids, positions)
     seen = capture(run, ids, positions)
     assert seen.logits is not None
@@ -145,7 +145,7 @@ def _layer(wire: str) -> int | None:
     return int(parts[1]) if parts[0] == "layers" else None
 
 
-def _reach(net: Net, wires: Mapping[str, Tensor]) -> int:
+def reach(net: Net, wires: Iterable[str]) -> int:
     """How many layers it takes to compute every wire: all of them for the head."""
     if any(wire.partition(".")[0] in {"hc_head", "final_norm", "lm_head"} for wire in wires):
         return net.depth

@@ -74,11 +74,12 @@ class HFSteps:
 
     def certify_history(self, calls: Sequence[Tensor], state: Mapping[str, Tensor]) -> Iterable[Check]:
         """Feed the untouched model call after call (ids ``[B, S]`` each); its cache must hold ``state``."""
-        cache, batch, length = caches.new(self.net), calls[0].shape[0], 0
+        net = self.net.cut(checks.reach(self.net, [wire.removeprefix("case.") for wire in state]))
+        cache, batch, length = caches.new(net), calls[0].shape[0], 0
         for ids in calls:
-            forward(self.net, ids, self._positions(ids, length), cache)
+            forward(net, ids, self._positions(ids, length), cache)
             length += ids.shape[1]
-        own = caches.state_of(self.net, cache, batch)
+        own = caches.state_of(net, cache, batch)
         for wire, tensor in state.items():
             difference = checks.first_difference(tensor, own[wire])
             if difference is not None:
@@ -94,14 +95,15 @@ class HFSteps:
         state = {f"case.{name}": t for name, t in case.items() if ".cache." in name}
         yield checks.settings(self.net)
         yield checks.sources(self.net)
-        plain = forward(self.net, ids, positions, caches.filled(self.net, state, length))
-        cache = caches.filled(self.net, state, length)
-        seen = capture(self.net, ids, positions, cache)
+        net = self.net.cut(checks.reach(self.net, wires))
+        plain = forward(net, ids, positions, caches.filled(net, state, length))
+        cache = caches.filled(net, state, length)
+        seen = capture(net, ids, positions, cache)
         assert seen.logits is not None
         difference = checks.first_difference(plain, seen.logits)
         detail = "" if difference is None else f"logits: untapped and tapped differ at {difference}"
         yield Check("taps change nothing", difference is None, detail)
         yield checks.masks(seen)
-        after = caches.state_of(self.net, cache, ids.shape[0])
+        after = caches.state_of(net, cache, ids.shape[0])
         seen.wires |= {out: after[into] for into, out in self.state.items() if into in after}
         yield from checks.compared(seen, wires)
