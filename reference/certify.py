@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from harness.types import Check, UsageError
+from harness.types import Check, UsageError, one_line
 from reference import hf, pristine
 from reference.capture import Capture, capture, forward
 from reference.net import Net
@@ -41,13 +41,34 @@ def certify(net: Net, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -
     yield settings(net)
     yield sources(net)
     run = net.cut(reach(net, wires))
-    plain = forward(run, ids, positions)
-    seen = capture(run, ids, positions)
+    check_positions(run, positions)
+    try:
+        plain = forward(run, ids, positions)
+        seen = capture(run, ids, positions)
+    except Exception as error:  # patched code may fail in any way
+        yield Check("the model runs", False, f"its forward raised {one_line(error)}")
+        return
     assert seen.logits is not None
     difference = first_difference(plain, seen.logits)
     yield Check("taps change nothing", difference is None, _said("logits", difference, "untapped", "tapped"))
     yield masks(seen)
     yield from compared(seen, wires)
+
+
+def check_positions(net: Net, positions: Tensor) -> None:
+    """UsageError unless every row counts from 0, where the model compresses.
+
+    Without a cache its compressors place keys from position 0 whatever ``positions`` say: with an offset, queries would
+    see compressed keys of their future, and the reference itself would be wrong.
+    """
+    compresses = any(net.layer(n).self_attn.compressor is not None for n in range(net.depth))
+    expected = torch.arange(positions.shape[1], device=positions.device)
+    if compresses and not bool((positions == expected).all()):
+        last, first = positions.shape[1] - 1, positions[:, 0].tolist()
+        raise UsageError(
+            f"case.positions: expected 0..{last} in every row, came rows that begin at {first} or leave gaps; let them "
+            "count from 0, for the reference runs without a cache"
+        )
 
 
 def settings(net: Net) -> Check:

@@ -17,6 +17,7 @@ from transformers.models.deepseek_v4 import configuration_deepseek_v4, modeling_
 
 modeling: Any = modeling_deepseek_v4
 masking: Any = masking_utils
+caching: Any = cache_utils
 EAGER = "eager"
 
 
@@ -28,7 +29,7 @@ def configuration(keywords: Mapping[str, Any]) -> Any:
 
 def dynamic_cache(config: Any) -> Any:
     """An empty cache with a layer of the right kind for each layer of the model."""
-    return cache_utils.DynamicCache(config=config)
+    return caching.DynamicCache(config=config)
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from harness.types import Check
+from harness.types import Check, one_line
 from reference import cache as caches
 from reference import certify as checks
 from reference.capture import capture, forward
@@ -96,9 +96,13 @@ class HFSteps:
         yield checks.settings(self.net)
         yield checks.sources(self.net)
         net = self.net.cut(checks.reach(self.net, wires))
-        plain = forward(net, ids, positions, caches.filled(net, state, length))
         cache = caches.filled(net, state, length)
-        seen = capture(net, ids, positions, cache)
+        try:
+            plain = forward(net, ids, positions, caches.filled(net, state, length))
+            seen = capture(net, ids, positions, cache)
+        except Exception as error:  # patched code may fail in any way
+            yield Check("the model runs", False, f"its forward raised {one_line(error)}")
+            return
         assert seen.logits is not None
         difference = checks.first_difference(plain, seen.logits)
         detail = "" if difference is None else f"logits: untapped and tapped differ at {difference}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -76,16 +76,14 @@ def questions(model: DeepseekV4ForCausalLM, length: int, count: int) -> list[boo
     return right
 
 
-def accuracies(model: DeepseekV4ForCausalLM, stories: int, count: int) -> dict[str, str]:
-    """All accuracy rows."""
-    rows: dict[str, str] = {}
+def accuracies(model: DeepseekV4ForCausalLM, stories: int, count: int) -> Iterator[tuple[str, str]]:
+    """All accuracy rows, each as soon as it is measured."""
     for length in LENGTHS:
         for form, make in (("stories", story), ("pairs", pairs)):
             every, far = recall_at(model, make, length, stories)
-            rows[f"recall, {form}, {length} tokens"] = f"{share(every)}; more than {FAR} tokens back: {share(far)}"
+            yield f"recall, {form}, {length} tokens", f"{share(every)}; more than {FAR} tokens back: {share(far)}"
     for length in QUESTION_LENGTHS:
-        rows[f"answer and eos, about {length} words"] = share(questions(model, length, count))
-    return rows
+        yield f"answer and eos, about {length} words", share(questions(model, length, count))
 
 
 def spreads(model: DeepseekV4ForCausalLM, folder: Path, length: int = 513) -> dict[str, str]:
@@ -105,14 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=OUT)
     parser.add_argument("--stories", type=int, default=2, help="texts per length and form")
-    parser.add_argument("--questions", type=int, default=5, help="questions per length")
+    parser.add_argument("--questions", type=int, default=4, help="questions per length")
     dtypes = ("bfloat16", "float32")
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="bf16 is slow on CPUs without bf16 units")
     parser.add_argument("--device", default="cpu", help="for the accuracies; the spreads are measured on the CPU only")
     args = parser.parse_args()
     began = time.monotonic()
     model = load(args.checkpoint, getattr(torch, args.dtype)).to(args.device)
-    for name, value in accuracies(model, args.stories, args.questions).items():
+    for name, value in accuracies(model, args.stories, args.questions):
         print(f"{name:34s} {value}", flush=True)
     if args.device == "cpu":
         for name, value in spreads(model, args.checkpoint).items():

@@ -128,7 +128,8 @@ class CachedCompressor(Keeper, Compressor):
         module, (cache, given) = self.module, self.cache(inputs)
         norm = Observer(module.kv_norm)
         children: dict[str, torch.nn.Module] = {"kv_norm": norm}
-        if self.config["layer_type"] == CSA:
+        assert self.layer is not None
+        if self.net.geometry.layer_types[self.layer] == CSA:
             children["indexer"] = NoPicks()
         keys, _ = shadow(module, children)(inputs["x"], None, inputs["positions"], cache, self.layer)  # [B, 1, T, D]
         pooled = norm.arguments[0] if norm.arguments else keys[:, 0, :0]

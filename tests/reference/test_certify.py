@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations import moe
 
 from harness.types import Check, UsageError
 from reference import build, capture, hf
@@ -185,6 +186,53 @@ def test_a_foreign_hook(native: build.HFReference, case: Mapping[str, Tensor], w
         )
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["attention", "experts"])
+def test_a_function_registered_as_eager(
+    kind: str, native: build.HFReference, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]
+) -> None:
+    registry = type(M.ALL_ATTENTION_FUNCTIONS if kind == "attention" else moe.ALL_EXPERTS_FUNCTIONS)
+    plain = M.eager_attention_forward if kind == "attention" else M.DeepseekV4Experts.forward.__wrapped__
+    registry.register("eager", scaled(plain, 0))
+    try:
+        found = failed(native, case, first_layer(wires))
+    finally:
+        registry._global_mapping.pop("eager")
+    assert f"registered as eager {kind}" in found["unmodified Hugging Face code"]
+
+
+def test_a_call_of_its_own(
+    native: build.HFReference, case: Mapping[str, Tensor], wires: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(M.DeepseekV4RMSNorm, "__call__", lambda self, x: x, raising=False)
+    found = failed(native, case, first_layer(wires))
+    assert "DeepseekV4RMSNorm.__call__ comes from" in found["unmodified Hugging Face code"]
+
+
+def test_a_global_hook(native: build.HFReference, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "global" in failed(native, case, first_layer(wires))["unmodified Hugging Face code"]
+    finally:
+        handle.remove()
+
+
+def test_a_patch_that_breaks_the_model(
+    native: build.HFReference, case: Mapping[str, Tensor], wires: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(M.DeepseekV4DecoderLayer, "forward", lambda self, x, **_: None)
+    found = failed(native, case, first_layer(wires))
+    assert "its forward raised AttributeError" in found["the model runs"]
+    assert "DeepseekV4DecoderLayer.forward" in found["unmodified Hugging Face code"]
+
+
+def test_positions_that_do_not_begin_at_zero(native: build.HFReference, case: Mapping[str, Tensor]) -> None:
+    moved = {**case, "positions": case["positions"] + 4}
+    with pytest.raises(UsageError, match=r"expected 0\.\.132 in every row, came rows that begin at \[4, 4\]"):
+        native.certify(moved, {"layers.1.q_a.q_a": torch.zeros(1)})
+    sliding = build.model(native.net.checkpoint.folder, layers=[0])
+    assert all(check.ok for check in sliding.certify(moved, compose(sliding, moved)))
 
 
 def test_a_replaced_module(
