@@ -95,7 +95,7 @@ def _usable(pair: Pair, oracle: Tensor, own: Tensor) -> tuple[TensorComparison, 
         return replace(base, verdict=Verdict.FAIL, reason=reason), None
     if not reference.numel():
         return replace(base, verdict=Verdict.SKIPPED, reason=valid.EMPTY), None
-    if not picks and reference.is_floating_point() and not torch.isfinite(oracle).any():
+    if not picks and not valid.all_finite(oracle) and not torch.isfinite(oracle).any():
         return replace(base, verdict=Verdict.SKIPPED, reason=f"{valid.EMPTY}: no element is finite"), None
     assert isinstance(pair.produced, Tensor)
     return base, pair.produced
@@ -226,9 +226,9 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
 
 def _finite(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A tensor with zeros in place of infinities, and a function that keeps only its finite places of others."""
-    mask = torch.isfinite(x)
-    if mask.all():
+    if valid.all_finite(x):
         return x, lambda other: other
+    mask = torch.isfinite(x)
     return torch.where(mask, x, 0.0), lambda other: other[mask]
 
 
@@ -272,7 +272,7 @@ def _described(
     return replace(
         base,
         worst=tuple(worst),
-        slope=figures.slope(torch.where(torch.isfinite(production), production.double(), 0.0), oracle),
+        slope=figures.slope(_finite(production.double())[0], oracle),
         slices=figures.slices(dims, size, e2, y2, groups),
         tokens=tokens,
         token_width=width,
