@@ -203,7 +203,7 @@ def tokenise(checkpoint: Path, text: str) -> list[int]:
     """Token ids of a text by the checkpoint's own tokenizer. A word that it does not know is an error, not an <unk>."""
     if not text.strip():
         raise UsageError("the prompt is empty; expected at least one word")
-    tokenizer = _tokenizer(checkpoint)
+    tokenizer = open_tokenizer(checkpoint)
     if tokenizer is None:
         raise UsageError(f"{checkpoint} has no tokenizer.json; give --tokens instead of a prompt")
     try:
@@ -232,7 +232,7 @@ def tokenise(checkpoint: Path, text: str) -> list[int]:
 
 def words(case: Case, ids: Sequence[int]) -> list[str]:
     """Token ids as text where the checkpoint has a tokenizer, else as numbers."""
-    tokenizer = _tokenizer(case.checkpoint)
+    tokenizer = open_tokenizer(case.checkpoint)
     return [(tokenizer.id_to_token(i) if tokenizer else None) or str(i) for i in ids]
 
 
@@ -255,7 +255,7 @@ def _knows(tokenizer: Any, word: str) -> bool:
         return False
 
 
-def _tokenizer(checkpoint: Path) -> Any:
+def open_tokenizer(checkpoint: Path) -> Any:
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         return None

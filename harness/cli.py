@@ -1,4 +1,4 @@
-"""The command line: ``harness diff | list | report | doctor``. ``main`` is the same from Python.
+"""The command line: ``harness diff | generate | list | report | doctor``. ``main`` is the same from Python.
 
 Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
 ``--help``, ``list cases`` and usage errors answer at once.
@@ -59,7 +59,7 @@ def entry() -> NoReturn:
 def _parser() -> Parser:
     parser = Parser(prog="harness", description="Compare a production model with its reference, stage by stage.")
     parser.add_argument("--version", action="version", version=f"harness {__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="diff | list | report | doctor")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="diff | generate | list | report | doctor")
 
     diff = commands.add_parser("diff", help="compare stages and name the first fault", epilog=EPILOG)
     diff.set_defaults(command=_diff)
@@ -81,6 +81,24 @@ def _parser() -> Parser:
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     _view_options(diff, json=True)
 
+    generation = commands.add_parser("generate", help="follow both sides through a text, token by token", epilog=EPILOG)
+    generation.set_defaults(command=_generate)
+    _case_options(generation)
+    generation.add_argument("--prompt", metavar="TEXT", help="by the checkpoint's tokenizer and chat template")
+    generation.add_argument("--max-new-tokens", default="4096", metavar="N", help="default: 4096")
+    generation.add_argument("--temperature", default="0", metavar="T", help="0 (default): the likeliest token")
+    generation.add_argument("--seed", default="1", metavar="N", help="of the samples, the same on both sides")
+    generation.add_argument("--side", choices=("both", "production", "reference"), default="both")
+    generation.add_argument(
+        "--follow", choices=("reference", "own"), default="reference", help="whose tokens each side goes on with"
+    )
+    generation.add_argument("--dtype", choices=("native", "fp32"))
+    generation.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
+    generation.add_argument("--direct-residual", action="store_true")
+    generation.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
+    generation.add_argument("--json", metavar="FILE", help="write the records as JSON lines")
+    generation.add_argument("--html", metavar="FILE", help="write a page that opens offline")
+
     listing = commands.add_parser("list", help="what there is to compare")
     what = listing.add_subparsers(dest="what", required=True, metavar="stages | cases | components")
     stages = what.add_parser("stages", help="inputs, outputs and parameters of every stage")
@@ -99,7 +117,7 @@ def _parser() -> Parser:
     report.set_defaults(command=_report)
 
     commands.add_parser("doctor", help="is everything here that a run needs?").set_defaults(command=_doctor)
-    for each in (parser, diff, listing, stages, components, report):
+    for each in (parser, diff, generation, listing, stages, components, report):
         each.allow_abbrev = False
     return parser
 
@@ -154,6 +172,36 @@ def _diff(args: argparse.Namespace) -> int:
     from harness.diff import diff
 
     return diff(case, request, outputs["json"], outputs["html"], outputs["junit"], sys.stdout)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    limit, seed = _whole("--max-new-tokens", args.max_new_tokens), _whole("--seed", args.seed)
+    json, html = _output("--json", args.json), _output("--html", args.html)
+    case = _case(args).override(prompt=args.prompt, dtype=args.dtype)
+    case = case.override(batch=1, argument=(*case.argument, *(("--dtype", args.dtype) if args.dtype else ())))
+    wish = {
+        "max_new_tokens": limit,
+        "temperature": _temperature(args.temperature),
+        "seed": seed,
+        "side": args.side,
+        "follow": args.follow,
+        "bypass": tuple(args.bypass),
+        "replace": tuple(args.replace),
+        "direct_residual": args.direct_residual,
+    }
+    from harness.generate.command import generate
+
+    return generate(case, wish, shlex.join(["harness", *sys.argv[1:]]), json, html, sys.stdout)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise UsageError(f"--temperature: expected a number of 0 and up, got {text!r}")
+    return value
 
 
 def _tokens(text: str) -> tuple[int, ...]:

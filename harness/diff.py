@@ -48,7 +48,7 @@ def diff(
                 view.add(record)
 
         try:
-            with view.live(), _signals():
+            with view.live(), signals():
                 for record in engine.run(case, Request(**request), clock):
                     emit(record)
         except Stopped:
@@ -67,7 +67,7 @@ def diff(
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def signals() -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into Stopped, where this thread may (the main one)."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -27,7 +27,7 @@ from harness.phase import parse
 from harness.plan import Plan, Request, make_plan
 from harness.records import Certification, Config, Record, Summary
 from harness.tally import Tally
-from harness.types import InvalidRun, Reference, Side, Stage, StepReference, Steps, UsageError
+from harness.types import InvalidRun, Reference, Side, StepReference, Steps, UsageError
 
 MOST_TOKENS = 1024
 
@@ -68,7 +68,7 @@ def run(case: Case, request: Request, clock: Clock | None = None) -> Iterator[Re
 
 def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
     ids = cases.sequence(case)
-    functions = {t: replace.load(t) for t in {r.partition("=")[2].strip() for r in request.replace} if t}
+    replacements = functions(request)
     with clock.phase("load"):
         reference = sides.reference(case.reference, case.checkpoint, case.dtype)
         production = sides.production(case.production, case.checkpoint, case.dtype)
@@ -78,7 +78,7 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
             production = history.stepped(production, "production")
         plan = make_plan(reference.stages, production.stages, request)
         oracle = reference.oracle()
-    yield _config(case, request, plan, ids, reference, production)
+    yield config(case, request, plan, ids, reference, production)
 
     mine = {s.name: s for s in production.stages}
     truth = {s.name: s for s in oracle.stages}
@@ -117,15 +117,15 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
                 inputs = start.inputs
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
-    ways = {step.stage: _way(step.stage, plan, mine, theirs, functions) for step in plan.steps if step.produced}
-    bench = Bench(plan, theirs, oracle, truth, mine, ways, wires, _command(case, request), case.declared)
+    computed = ways(plan, reference, production, replacements)
+    bench = Bench(plan, theirs, oracle, truth, mine, computed, wires, _command(case, request), case.declared)
     free_run = None
     if "free" in plan.modes:
         if start is not None:
             with clock.phase("history"):
-                others = {n: Way(mine[n], direct=True) for n in plan.direct if n in mine and n not in ways}
+                others = {n: Way(mine[n], direct=True) for n in plan.direct if n in mine and n not in computed}
                 history.follow(
-                    start, cast(Steps, oracle), cast(Steps, production), history.plain(ways | others), plan.direct
+                    start, cast(Steps, oracle), cast(Steps, production), history.plain(computed | others), plan.direct
                 )
         free_run = FreeRun(bench) if start is None else FreeRun(bench, start.mine, start.truth, start.failure)
     for index, step in enumerate(plan.steps):
@@ -150,20 +150,33 @@ def _sizes(case: Case, request: Request, ids: list[int]) -> list[int]:
     return parse(request.phase).calls(len(ids))
 
 
-def _way(
-    name: str, plan: Plan, mine: dict[str, Stage], theirs: dict[str, Stage], functions: dict[str, replace.Function]
-) -> Way:
-    """Who computes a production stage."""
-    step = next(s for s in plan.steps if s.stage == name)
-    if step.bypass == "reference":
-        dtypes = {o.wire: o.dtype for s in theirs.values() for o in s.outputs}
-        return Way(mine[name], reference=[theirs[c] for c in step.covers if c in theirs], reference_dtypes=dtypes)
-    if step.replace is not None:
-        return Way(mine[name], function=functions[step.replace], target=step.replace)
-    return Way(mine[name], direct=step.bypass == "direct")
+def functions(request: Request) -> dict[str, replace.Function]:
+    """The functions that ``--replace`` names, by how they were named."""
+    return {t: replace.load(t) for t in {r.partition("=")[2].strip() for r in request.replace} if t}
 
 
-def _config(case: Case, request: Request, plan: Plan, ids: list[int], reference: Reference, production: Side) -> Config:
+def ways(plan: Plan, reference: Side, production: Side, replacements: Mapping[str, replace.Function]) -> dict[str, Way]:
+    """Who computes each production stage of a plan, by stage."""
+    mine, theirs = ({s.name: s for s in side.stages} for side in (production, reference))
+    dtypes = {o.wire: o.dtype for s in reference.stages for o in s.outputs}
+    if isinstance(reference, Steps):  # caches enter on wires that no output names
+        dtypes |= {into: dtypes[out] for into, out in reference.state.items()}
+    made = {}
+    for step in plan.steps:
+        if not step.produced:
+            continue
+        stage = mine[step.stage]
+        if step.bypass == "reference":
+            covered = [theirs[c] for c in step.covers if c in theirs]
+            made[step.stage] = Way(stage, reference=covered, reference_dtypes=dtypes)
+        elif step.replace is not None:
+            made[step.stage] = Way(stage, function=replacements[step.replace], target=step.replace)
+        else:
+            made[step.stage] = Way(stage, direct=step.bypass == "direct")
+    return made
+
+
+def config(case: Case, request: Request, plan: Plan, ids: list[int], reference: Reference, production: Side) -> Config:
     provenance = {"harness": __version__, "logical dtype": reference.logical_dtype()}
     for name, side in (("reference", reference), ("production", production)):
         provenance.update({f"{name} {key}": str(value) for key, value in side.provenance.items()})

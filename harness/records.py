@@ -233,6 +233,36 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step of a generation: what both sides make of the same past. Figures are of the step's last token."""
+
+    kind: ClassVar[str] = "step"
+    step: int  # 0 continues the prompt
+    position: int  # of the token that is chosen
+    token: str  # what both sides go on with, as text (empty where each follows its own)
+    production: str | None  # what each side would say here
+    reference: str | None
+    agree: bool | None
+    verdict: Verdict
+    reason: str | None = None
+    kl: float | None = None  # KL(reference || production) of the logits, nats
+    entropy_production: float | None = None
+    entropy_reference: float | None = None
+    #: RMS error of the logits against the oracle, and what the free rule allows
+    error: float | None = None
+    error_reference: float | None = None
+    allowed: float | None = None
+    #: where the sides disagree: the oracle's logit of the reference's choice minus that of production's
+    gap: float | None = None
+    attention_production: tuple[float | None, ...] = ()  # mean over heads, by layer, nats
+    attention_reference: tuple[float | None, ...] = ()
+    divergence: tuple[float | None, ...] = ()  # by layer: RMS distance of the streams over the reference's RMS
+    router_flips: int = 0  # picks that production would have made otherwise
+    index_flips: int = 0
+    flip_margin: float | None = None  # the largest gap of a router flip over its bound
+
+
+@dataclass(frozen=True)
 class FirstFault:
     """The stage to look at."""
 
@@ -261,4 +291,4 @@ class Summary:
     line: str  # the console's last line
 
 
-Record = Config | Certification | Weights | Comparison | Skip | Routing | Logits | Summary
+Record = Config | Certification | Weights | Comparison | Skip | Routing | Logits | Step | Summary

@@ -58,6 +58,7 @@ class Call:
 
     detail: bool = True  # also compute the outputs that no other stage reads
     picks: Tensor | None = None  # picks to use instead of choosing some
+    choice: bool = False  # with picks: also return, as ``chosen``, those that would have been made
 
 
 def naming() -> Any:

@@ -62,7 +62,10 @@ class _Router(Component):
         picks = self.pick(p, scores, input_ids) if call.picks is None else checked(call.picks, scores.shape[-1])
         picked = scores.gather(-1, picks)
         weights = picked / (picked.sum(-1, keepdim=True) + FLOOR) * self.routed_scaling_factor
-        return {"logits": logits, "weights": weights, "picks": picks}
+        result = {"logits": logits, "weights": weights, "picks": picks}
+        if call.choice and call.picks is not None and self.picks_role == "picks":
+            result["chosen"] = self.pick(p, scores, input_ids)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

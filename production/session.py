@@ -204,7 +204,8 @@ class Session:
         if way is not None:
             outputs = way(stage, inputs, picks)
         else:
-            outputs = stage.op.compute(step.params, Call(detail=tap is not None, picks=picks), **inputs)
+            call = Call(detail=tap is not None, picks=picks, choice=tap is not None)
+            outputs = stage.op.compute(step.params, call, **inputs)
         if tap is not None:
             tap(stage.name, None, outputs)
         return outputs
@@ -227,7 +228,7 @@ class Session:
             if stage.name in self.ways:
                 outputs = self._around(stage, row, inputs, picks)
             else:
-                call = Call(detail=tap is not None, picks=picks)
+                call = Call(detail=tap is not None, picks=picks, choice=tap is not None)
                 asked = {name: inputs[name] for name in step.takes or () if name in inputs}
                 outputs = stage.op.step(step.params, call, cache, row.sequence.length, **asked)  # type: ignore[attr-defined]
             if tap is not None:

@@ -245,4 +245,7 @@ class CachedIndexer(LightningIndexer):
         picks = choose(scores, min(self.index_topk, count)) if call.picks is None else call.picks
         if not call.detail:
             return {"picks": picks}
-        return {"keys": cache.index.span(0, count).unsqueeze(0), "scores": scores, "picks": picks}
+        result = {"keys": cache.index.span(0, count).unsqueeze(0), "scores": scores, "picks": picks}
+        if call.choice and call.picks is not None:
+            result["chosen"] = choose(scores, min(self.index_topk, count))
+        return result
