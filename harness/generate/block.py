@@ -2,11 +2,19 @@
 
 In exact arithmetic the cut of a text into calls means nothing, so the oracle takes many tokens in one call; its own
 caches carry it from block to block.
+
+A step fails when its logits are off by more than
+
+    RMS(production - oracle) <= max(STEP RMS(reference - oracle), 2 kappa RMS(h) / sqrt(3))
+
+One token is one draw for a whole tensor: its elements share the roundings of a few coefficients in front of them. Token
+by token, the ratio of the two errors spreads log-normally around production's usual 0.6, with sigma 0.35 at the logits
+and 0.6 in the widest stage (bundled checkpoint, 331 tokens, 130 wires; the largest of 43,000 ratios was 4.2). STEP is
+1.5 exp(1.24): 6 sigma of the logits and 3.6 of the widest stage.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -15,11 +23,13 @@ from torch import Tensor
 
 from harness.generate.pair import Pair, Seen
 from harness.history import Walk, joined_picks
-from harness.judge import free as free_rule
+from harness.judge import cost
 from harness.judge.figures import number
+from harness.judge.ulp import rms
 from harness.records import Step, Verdict
 
 STEPS = 64
+STEP = 5.2
 
 
 class Block:
@@ -56,21 +66,20 @@ class Block:
             return seen.record(Verdict.FAIL, "production's logits are not finite", {"gap": gap})
         # Promised dtypes differ; the floor is that of production's own.
         dtype = next(o.dtype for s in self.pair.production.stages for o in s.outputs if o.wire == self.pair.logits_wire)
-        found = free_rule.free(mine.double() - oracle, theirs.double() - oracle, oracle, dtype, tokens=1)
+        error, reference = rms(mine.double() - oracle), rms(theirs.double() - oracle)
+        allowed = max(STEP * reference, cost.FACTOR * cost.floor(oracle, dtype))
         figures = {
-            "error": number(found.error),
-            "error_reference": number(found.reference_error),
-            "allowed": number(found.allowed),
+            "error": number(error),
+            "error_reference": number(reference),
+            "allowed": number(allowed),
             "gap": gap,
         }
         if seen.flips.outside is not None:
             reason = f"{seen.flips.outside} chose as no rounding explains"
             return seen.record(Verdict.FAIL, reason, figures)
-        if found.ratio is not None and not found.ratio <= 1:
-            reason = f"logits: RMS error {found.error:.3g}, {found.ratio:.3g} x the allowed {found.allowed:.3g}"
+        if not error <= allowed:
+            reason = f"logits: RMS error {error:.3g}, {error / allowed:.3g} x the allowed {allowed:.3g}"
             return seen.record(Verdict.FAIL, reason, figures)
-        if found.ratio is None and not math.isfinite(found.error):
-            return seen.record(Verdict.SKIPPED, "too few logits for an RMS", figures)
         if gap is None:
             return seen.record(Verdict.PASS, None, figures)
         reason = f"another token, {abs(gap):.3g} apart in the oracle: inside the reference's own noise"
