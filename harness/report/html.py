@@ -84,7 +84,7 @@ def _icon(verdict: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" fill="{colour}"/>'
         f'<path d="{path}" stroke="#fff" stroke-width="2" fill="none"/></svg>'
     )
-    return "data:image/svg+xml," + quote(shape)
+    return "data:image/svg+xml," + quote(shape, safe="")
 
 
 def page(run: Run, limit: int = LIMIT) -> str:

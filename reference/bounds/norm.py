@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .algebra import REACH, Spread, V
+from .algebra import REACH, Spread, V, chain
 
 
 def arithmetic(size: int) -> tuple[float, float]:
     """(rss, plain sum) of the relative fp32 error of x * rsqrt(mean(x^2) + eps) over `size` elements.
 
     The sum of squares has positive terms: its partial sums stay below the total, so its relative error is at most
-    v sqrt(K), halved by the root. Beside it: squares, mean, eps (v/2 each), rsqrt (2 ulp on a GPU: 4 v) and two
+    v chain(K), halved by the root. Beside it: squares, mean, eps (v/2 each), rsqrt (2 ulp on a GPU: 4 v) and two
     products (v each): root of sum of squares below 5 v, plain sum below 10 v.
     """
-    return V * (size / 4 + 25.0) ** 0.5, V * (size / 2 + 10.0)
+    return V * (float(chain(size)) ** 2 / 4 + 25.0) ** 0.5, V * (size / 2 + 10.0)
 
 
 def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_dtype: str = "exact") -> Spread:

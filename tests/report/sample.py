@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u202e\x07"
 
 def records(variant: str = "faulty", layers: int = 6) -> list[Record]:
     """One run: clean | faulty | stopped | invalid | bypass | weights | hostile."""
+    return list(_records(variant, layers))
+
+
+@cache
+def _records(variant: str, layers: int) -> list[Record]:
     tag = HOSTILE if variant == "hostile" else ""
     maker = Maker(7, variant in ("faulty", "hostile", "stopped"), tag)
     head, rest = config(tag, layers), list(body(maker, layers))
