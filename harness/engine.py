@@ -50,9 +50,7 @@ class Clock:
         return {**self.seconds, "total": time.perf_counter() - self.start}
 
 
-def run(
-    case: Case, request: Request, clock: Clock | None = None, keeper: Keeper | None = None
-) -> Iterator[Record]:
+def run(case: Case, request: Request, clock: Clock | None = None, keeper: Keeper | None = None) -> Iterator[Record]:
     """All records of a run. Bad input raises UsageError; a reference that means nothing ends the run as INVALID.
 
     ``keeper`` is shown the tensors of every row.

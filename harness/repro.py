@@ -52,7 +52,11 @@ def value(said: dict[str, Any], mine: Tensor, theirs: Tensor, oracle: Tensor, ow
     cost = rms(error[finite]) / allowed if int(finite.sum()) >= FEWEST and allowed > 0 else None
     margin = None if bound is None else float(size.flatten()[flat])
     where = tuple(at)
-    text = f"production {float(mine[where]):.6g}, reference {float(theirs[where]):.6g}, oracle {float(oracle[where]):.6g}"
+    if said["worst"] is not None and float(size[tuple(said["worst"])]) == float(size[where]):
+        said["worst"] = at  # a tie: several elements are equally wrong
+    text = (
+        f"production {float(mine[where]):.6g}, reference {float(theirs[where]):.6g}, oracle {float(oracle[where]):.6g}"
+    )
     return margin, cost, at, text
 
 

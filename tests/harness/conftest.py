@@ -25,6 +25,17 @@ def clean_toy() -> Iterator[None]:
 
 
 @pytest.fixture
+def toy_case(tmp_path: Path) -> str:
+    """A case file of the toy model."""
+    path = tmp_path / "toy.toml"
+    path.write_text(
+        f'checkpoint = "."\nreference = "{toy.__name__}:reference"\nproduction = "{toy.__name__}:production"\n'
+        f"tokens = {[(3 * i + i * i // 7) % toy.V for i in range(24)]}\n"
+    )
+    return str(path)
+
+
+@pytest.fixture
 def case(tmp_path: Path) -> Case:
     return Case(
         "toy",
