@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
+    from harness.early import Signals
+
+    Signals.last = True
     sys.exit(main())
 
 
@@ -143,6 +146,10 @@ def _diff(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None
         for word in (f"--{name}", str(getattr(args, name)))
     ]
+    if args.layer is not None:
+        from harness import select
+
+        select.ranges(args.layer)  # before anything is loaded
     case = _case(args).override(**changes)
     case = case.override(argument=(*case.argument, *given))
     request = {

@@ -25,9 +25,12 @@ class Stopped(BaseException):
 class Signals:
     """Within it, the first SIGINT or SIGTERM raises Stopped; later ones are ignored: the run is ending already."""
 
+    #: the process ends with the command: an impatient Ctrl-C must not hit the interpreter while it shuts down
+    last = False
+
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
-        self._busy = self._pending = False
+        self._busy = self._pending = self._stopped = False
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
@@ -38,11 +41,13 @@ class Signals:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if not (self._stopped and self.last):
+                signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         for each in self._before:
             signal.signal(each, signal.SIG_IGN)
+        self._stopped = True
         if not self._busy:
             raise Stopped
         self._pending = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -72,7 +73,8 @@ class Writer:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # every record was flushed; what was not has been reported
+                self._file.close()
 
 
 def _open(path: Path) -> TextIO:

@@ -10,6 +10,7 @@ import pytest
 
 from harness import engine
 from harness.case import Case
+from harness.cli import main
 from harness.plan import Request
 from harness.records import Comparison, Record, Summary
 from tests.harness import toy
@@ -67,3 +68,14 @@ def rows(records: list[Record], mode: str | None = None) -> dict[str, Comparison
 def summary(records: list[Record]) -> Summary:
     assert isinstance(records[-1], Summary)
     return records[-1]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must be refused before anything is shown; returns its one line."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert err.startswith("harness: ")
+    assert len(err) < 600
+    assert not out
+    return err
