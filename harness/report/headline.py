@@ -50,10 +50,13 @@ def verdict_of(run: Run) -> str:
 
 
 def first_fault(run: Run) -> FirstFault | None:
-    """The engine's first fault; without a summary, the first failure on record by the same rule."""
-    if run.summary:
+    """The engine's first fault; the stage that left it undecided; without a summary, the first failure on record."""
+    if run.summary and run.summary.verdict is Verdict.INCONCLUSIVE:
+        bad = [c for c in run.comparisons if c.verdict is Verdict.INCONCLUSIVE and c.mode == "local"]
+    elif run.summary:
         return run.summary.first_fault
-    bad = run.failures()
+    else:
+        bad = run.failures()
     if not bad:
         return None
     c = bad[0]
@@ -89,6 +92,8 @@ def _where(fault: FirstFault) -> str:
         return "Wrong by itself: it was given the reference's own inputs (local)."
     if fault.mode == "free":
         return "Drifts on what production computed upstream (free)."
+    if fault.mode == "weights":
+        return "Loaded wrongly: a parameter differs from the reference's own decode, though no stage fails on it here."
     return f"Found by: {fault.mode}."
 
 
@@ -125,6 +130,11 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
             c = near[0]
             lead.append(f"Closest call: {c.stage} ({c.mode}) at {times(c.cost)} its cost limit.")
         others = sum(c.bypass != "production" or c.replaced is not None for c in run.comparisons)
+        undecided = sum(c.verdict is Verdict.INCONCLUSIVE for c in run.comparisons)
+        if undecided:
+            lead.append(
+                f"{plural(undecided, 'comparison')} could not be decided: the reference is ill-conditioned there."
+            )
         return f"No fault in {total}" + (f", {others:,} of them not production's own" if others else ""), None, lead
     return verdict, None, lead
 
@@ -157,9 +167,12 @@ def _steps(run: Run, verdict: str, fault: FirstFault | None) -> list[Step]:
 
 
 def _fault_steps(run: Run, fault: FirstFault, command: str) -> list[Step]:
+    if fault.mode == "weights":
+        return [Step("Run again once it loads.", command)]
     found = run.of(fault.stage, fault.mode)
     again = found.reproduce if found and found.reproduce else command
-    steps = [Step("See what is wrong with it.", href="#" + slug(fault.stage, fault.mode))] if found else []
+    look = "See its figures." if fault.verdict is Verdict.INCONCLUSIVE else "See what is wrong with it."
+    steps = [Step(look, href="#" + slug(fault.stage, fault.mode))] if found else []
     if fault.verdict is Verdict.INCONCLUSIVE:
         return [*steps, Step("Tell rounding from logic: run it in fp32.", f"{again} --dtype fp32")]
     if fault.mode == "free" and any(c.mode == "local" for c in run.comparisons):

@@ -101,6 +101,7 @@ def page(run: Run, limit: int = LIMIT) -> str:
         "cover": coverage.build(run),
         "rows": [(i, c, text.slug(c.stage, c.mode), *heatmap.level(c)) for i, c in ordered(run.comparisons)],
         "fault": _fault_comparison(run),
+        "also": [record for record in run.others if head.stage and record.get("stage") == head.stage],
         "streams": {mode: svg.streams([c for c in run.comparisons if c.mode == mode]) for mode in heatmap.MODES},
         "entropies": [c for c in run.comparisons if c.entropy],
         "counts": _counts(run),

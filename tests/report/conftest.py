@@ -1,4 +1,4 @@
-"""Synthetic runs, written once a session."""
+"""Synthetic runs, each written once."""
 
 from __future__ import annotations
 

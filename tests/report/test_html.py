@@ -22,7 +22,18 @@ from harness.report.load import KINDS, read
 from tests.report.conftest import Variant
 from tests.report.sample import HOSTILE, lines, records, write
 
-VARIANTS = ["clean", "faulty", "stopped", "killed", "invalid", "bypass", "weights", "hostile"]
+VARIANTS = [
+    "clean",
+    "faulty",
+    "stopped",
+    "killed",
+    "invalid",
+    "bypass",
+    "weights",
+    "loading",
+    "inconclusive",
+    "hostile",
+]
 
 
 class Tags(HTMLParser):
@@ -136,6 +147,11 @@ def test_failures_come_first_and_the_first_fault_before_all(page_file: Variant) 
             ["Direct-residual mode", "Bypassed:", "Replaced:", "layers.1.q_a = mine.py:q_a", "not production's own"],
         ),
         ("weights", ["Mend loading first", "one factor explains it: 16", "every element 16 x too large"]),
+        ("loading", ["FAIL", "Loaded wrongly", "q_b.weight of layers.1.q_b", "Run again once it loads"]),
+        (
+            "inconclusive",
+            ["The reference cannot decide: layers.4.compressor", "cancellation to 3 bits", "--dtype fp32"],
+        ),
     ],
 )
 def test_the_page_says_what_the_run_is(page_file: Variant, variant: str, words: list[str]) -> None:
@@ -150,6 +166,15 @@ def test_an_unfinished_run_is_never_a_pass(tmp_path: Path) -> None:
     page = html.page(read(path))
     assert "<title>INTERRUPTED" in page
     assert '<p class="badge">INTERRUPTED</p>' in page
+
+
+def test_a_record_of_an_unknown_kind_is_shown_beside_its_stage(tmp_path: Path) -> None:
+    strange = {"kind": "diagnosis", "stage": "layers.2.attn_core", "cause": "phantom key", "share": 0.97}
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join([*lines(records("faulty")), json.dumps(strange)]) + "\n")
+    said = Tags(html.page(read(path))).text()
+    assert said.index("cause phantom key share 0.97") < said.index("Next")
+    assert "Other records" in said
 
 
 def _hostile(value: Any, key: str = "") -> Any:
