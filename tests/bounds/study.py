@@ -24,14 +24,18 @@ from tests.bounds.sides import compare
 
 
 def table(found: dict[str, list[tuple[str, Row]]]) -> None:
-    """One line an output: worst clean ratio and where, share of 2 % errors caught, zeros caught, elements compared."""
-    print(f"{'output':36s} {'clean max':>9s} {'2 % caught':>10s} {'zeros':>6s} {'elements':>10s}  worst at")
+    """One line an output: worst clean ratio, the lambda that was needed (5 by construction where roundings are known),
+    share of 2 % errors caught, whether zeros fail everywhere, elements compared, and the worst place."""
+    print(
+        f"{'output':36s} {'clean max':>9s} {'lambda':>6s} {'2 % caught':>10s} {'zeros':>6s} {'elements':>10s}  worst at"
+    )
     for name, cases in found.items():
         count = sum(r.elements for _, r in cases)
         caught = sum(r.caught * r.elements for _, r in cases) / max(1, count)
         where, worst = max(cases, key=lambda case: case[1].ratio)
         zeros = all(r.zero for _, r in cases)
-        print(f"{name:36s} {worst.ratio:9.3f} {100 * caught:9.1f}% {zeros!s:>6s} {count:10d}  {where}")
+        need = max(r.need for _, r in cases)
+        print(f"{name:36s} {worst.ratio:9.3f} {need:6.2f} {100 * caught:9.1f}% {zeros!s:>6s} {count:10d}  {where}")
 
 
 def scenes(stages: list[str], lengths: list[int], seeds: int) -> None:
