@@ -20,6 +20,7 @@ from harness import case as cases
 from harness.audit import audit
 from harness.bench import Bench
 from harness.case import Case
+from harness.dump import Keeper
 from harness.execute import Way, compose
 from harness.free import FreeRun
 from harness.local import row as local_row
@@ -53,11 +54,14 @@ class Clock:
         return {**self.seconds, "total": time.perf_counter() - self.start}
 
 
-def run(case: Case, request: Request, clock: Clock | None = None) -> Iterator[Record]:
-    """All records of a run. Bad input raises UsageError; a reference that means nothing ends the run as INVALID."""
+def run(case: Case, request: Request, clock: Clock | None = None, keeper: Keeper | None = None) -> Iterator[Record]:
+    """All records of a run. Bad input raises UsageError; a reference that means nothing ends the run as INVALID.
+
+    ``keeper`` is shown the tensors of every row.
+    """
     clock, tally = clock or Clock(), Tally()
     try:
-        for record in _records(case, request, clock):
+        for record in _records(case, request, clock, keeper):
             tally.add(record)
             yield record
     except InvalidRun as error:
@@ -66,7 +70,7 @@ def run(case: Case, request: Request, clock: Clock | None = None) -> Iterator[Re
         yield tally.summary(clock.total())
 
 
-def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
+def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) -> Iterator[Record]:
     ids = cases.sequence(case)
     replacements = functions(request)
     with clock.phase("load"):
@@ -118,7 +122,7 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
     computed = ways(plan, reference, production, replacements)
-    bench = Bench(plan, theirs, oracle, truth, mine, computed, wires, _command(case, request), case.declared)
+    bench = Bench(plan, theirs, oracle, truth, mine, computed, wires, _command(case, request), case.declared, keeper)
     free_run = None
     if "free" in plan.modes:
         if start is not None:

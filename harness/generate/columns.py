@@ -19,8 +19,6 @@ class Show(Protocol):
         """Something else is about to be printed."""
         ...
 
-    def close(self) -> None: ...
-
 
 class Plain:
     """One side: its text and nothing else, as it comes."""
@@ -38,9 +36,6 @@ class Plain:
         if self._open:
             self.out.write("\n")
             self._open = False
-
-    def close(self) -> None:
-        self.pause()
 
 
 class Columns:
@@ -72,9 +67,6 @@ class Columns:
     def pause(self) -> None:
         if self._left or self._right:
             self._end()
-
-    def close(self) -> None:
-        self.pause()
 
     def _row(self) -> str:
         padding = " " * max(0, self.width - _cells(self._left))
