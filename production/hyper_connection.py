@@ -72,10 +72,11 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     n, m = logits.shape[-2:]
     comb = torch.softmax(logits, dim=-1).add_(eps).view(-1, n, m)
     rows, floor = comb.view(-1, m), comb.new_full((1, 1, 1), eps)
+    floor_2d = floor[0]
     over_n, over_m = comb.new_ones(n, n).expand(comb.shape[0], n, n), comb.new_ones(m, m)
     comb.div_(torch.baddbmm(floor, over_n, comb))
     for _ in range(iterations - 1):
-        rows.div_(torch.addmm(floor[0], rows, over_m))
+        rows.div_(torch.addmm(floor_2d, rows, over_m))
         comb.div_(torch.baddbmm(floor, over_n, comb))
     return comb.view(logits.shape)
 

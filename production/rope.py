@@ -56,15 +56,15 @@ def table(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Copy of x (..., D), in x's dtype, with its last R channels rotated; cos and sin broadcast against (..., R/2)."""
-    y = x.clone(memory_format=torch.contiguous_format)
-    cos, sin = cos.float(), sin.float()
-    if inverse:
-        sin = -sin
-    tail = y[..., y.shape[-1] - 2 * cos.shape[-1] :]
-    a, b = tail[..., 0::2].float(), tail[..., 1::2].float()
-    tail[..., 0::2], tail[..., 1::2] = a * cos - b * sin, b * cos + a * sin
-    return y
+    """Copy of x (..., D), in x's dtype, with its last R channels rotated; cos and sin broadcast against (..., R/2).
+
+    A pair is a complex number and the rotation a product with cos + i sin, which is the same two products and one sum.
+    """
+    width = 2 * cos.shape[-1]
+    turn = torch.complex(cos.float(), sin.float())
+    pairs = torch.view_as_complex(x[..., x.shape[-1] - width :].float().contiguous().unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * (turn.conj() if inverse else turn)).flatten(-2)
+    return torch.cat((x[..., : x.shape[-1] - width], turned.to(x.dtype)), dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

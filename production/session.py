@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from production.build import Model
 
 LOGITS = "lm_head.logits"
+QUICK = Call(detail=False)
 #: Weights are unpacked to fp32 once, when a session starts, if that takes no more bytes than this.
 PREPARED_LIMIT = 4 << 30
 
@@ -44,9 +45,15 @@ Value = Tensor | list[Tensor]  # one for all rows together, or one a row
 
 @dataclass(frozen=True)
 class _Step:
+    """A stage, with what a call would otherwise look up again."""
+
     stage: Stage
     params: Params
+    compute: Callable[..., dict[str, Tensor]]
+    reads: tuple[tuple[str, str], ...]  # (argument, wire)
+    writes: tuple[tuple[str, str], ...]  # (output, wire) that a later stage reads
     takes: tuple[str, ...] | None  # what a stage with caches reads besides them; None: it keeps nothing
+    picks: str  # wire of the picks that may be replayed, or nothing
     drop: tuple[str, ...]  # wires that no later stage reads
 
 
@@ -147,12 +154,21 @@ class Session:
     def _make_plan(self, prepared: bool) -> list[_Step]:
         stages = self.side.stages
         last_reader = {wire: i for i, stage in enumerate(stages) for wire in stage.inputs.values()}
+        last_reader[LOGITS] = len(stages)
         plan = []
         for i, stage in enumerate(stages):
-            drop = tuple(w for w in dict.fromkeys(stage.inputs.values()) if last_reader[w] == i)
             takes = getattr(stage.op, "step_takes", None)
-            params = prepare(stage.params) if prepared and stage.name not in self.ways else stage.params
-            plan.append(_Step(stage, params, takes, drop))
+            step = _Step(
+                stage=stage,
+                params=prepare(stage.params) if prepared and stage.name not in self.ways else stage.params,
+                compute=stage.op.compute if takes is None else stage.op.step,  # type: ignore[attr-defined]
+                reads=tuple((a, w) for a, w in stage.inputs.items() if takes is None or a in takes),
+                writes=tuple((o.name, o.wire) for o in stage.outputs if o.wire in last_reader),
+                takes=takes,
+                picks=f"{stage.name}.{stage.op.replays}" if stage.op.replays else "",
+                drop=tuple(w for w in dict.fromkeys(stage.inputs.values()) if last_reader[w] == i),
+            )
+            plan.append(step)
         return plan
 
     def _rows(self, tokens: Sequence[Sequence[int] | Tensor | None]) -> tuple[Tensor, list[_Row], list[int]]:
@@ -179,33 +195,47 @@ class Session:
         wires["case.lengths"] = [torch.tensor([r.sequence.length + r.count], device=device) for r in rows]
         ends = torch.tensor([r.part.stop - 1 for r in rows], device=device) if last else None
         for step in self._plan:
-            stage = step.stage
-            if ends is not None and stage.layer is None and stage.name == "hc_head":
-                wires |= {wire: _joined(wires[wire])[:, ends] for wire in stage.inputs.values()}
-            if step.takes is None:
+            if ends is not None and step.stage.name == "hc_head":
+                wires |= {wire: _joined(wires[wire])[:, ends] for _, wire in step.reads}
+            outputs: Mapping[str, Value]
+            if tap is None and step.stage.name not in self.ways and step.picks not in replay:
+                outputs = self._quick(step, rows, wires)
+            elif step.takes is None:
                 outputs = self._plain(step, wires, replay, tap)
-                wires |= {out.wire: outputs[out.name] for out in stage.outputs if out.name in outputs}
             else:
-                made = self._with_caches(step, rows, wires, replay, tap)
-                wires |= {out.wire: [m[out.name] for m in made] for out in stage.outputs if out.name in made[0]}
+                outputs = self._with_caches(step, rows, wires, replay, tap)
+            for name, wire in step.writes:
+                if name in outputs:
+                    wires[wire] = outputs[name]
             for wire in step.drop:
                 wires.pop(wire, None)
         return _joined(wires[LOGITS])
+
+    def _quick(self, step: _Step, rows: list[_Row], wires: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Production's own arithmetic and nothing beside it: what a step of plain decoding is made of."""
+        if step.takes is None:
+            return step.compute(step.params, QUICK, **{name: _joined(wires[wire]) for name, wire in step.reads})
+        layer = step.stage.layer or 0
+        made = []
+        for index, row in enumerate(rows):
+            inputs = {name: _part(wires[wire], index, row.part) for name, wire in step.reads}
+            made.append(step.compute(step.params, QUICK, row.sequence.layers[layer], row.sequence.length, **inputs))
+        return made[0] if len(made) == 1 else _by_row(made)
 
     def _plain(
         self, step: _Step, wires: Mapping[str, Value], replay: Mapping[str, Value], tap: Tap | None
     ) -> Mapping[str, Tensor]:
         """A stage that keeps nothing, for all rows together."""
         stage = step.stage
-        inputs = {name: _joined(wires[wire]) for name, wire in stage.inputs.items() if wire in wires}
-        given = replay.get(f"{stage.name}.{stage.op.replays}") if stage.op.replays else None
+        inputs = {name: _joined(wires[wire]) for name, wire in step.reads if wire in wires}
+        given = replay.get(step.picks)
         picks = None if given is None else _joined(given)
         way = self.ways.get(stage.name)
         if way is not None:
             outputs = way(stage, inputs, picks)
         else:
             call = Call(detail=tap is not None, picks=picks, choice=tap is not None)
-            outputs = stage.op.compute(step.params, call, **inputs)
+            outputs = step.compute(step.params, call, **inputs)
         if tap is not None:
             tap(stage.name, None, outputs)
         return outputs
@@ -217,24 +247,24 @@ class Session:
         wires: Mapping[str, Value],
         replay: Mapping[str, Value],
         tap: Tap | None,
-    ) -> list[Mapping[str, Tensor]]:
+    ) -> Mapping[str, Value]:
         """A stage that keeps something, row by row."""
-        stage, made = step.stage, []
-        given = replay.get(f"{stage.name}.{stage.op.replays}") if stage.op.replays else None
+        stage, made = step.stage, list[Mapping[str, Tensor]]()
+        given = replay.get(step.picks)
         for index, row in enumerate(rows):
-            inputs = {n: _part(wires[w], index, row.part) for n, w in stage.inputs.items() if w in wires}
-            cache = row.sequence.layers[stage.layer or 0]
             picks = given[index] if isinstance(given, list) else given
             if stage.name in self.ways:
+                inputs = {n: _part(wires[w], index, row.part) for n, w in stage.inputs.items() if w in wires}
                 outputs = self._around(stage, row, inputs, picks)
             else:
+                inputs = {n: _part(wires[w], index, row.part) for n, w in step.reads if w in wires}
                 call = Call(detail=tap is not None, picks=picks, choice=tap is not None)
-                asked = {name: inputs[name] for name in step.takes or () if name in inputs}
-                outputs = stage.op.step(step.params, call, cache, row.sequence.length, **asked)  # type: ignore[attr-defined]
+                cache = row.sequence.layers[stage.layer or 0]
+                outputs = step.compute(step.params, call, cache, row.sequence.length, **inputs)
             if tap is not None:
                 tap(stage.name, index, outputs)
             made.append(outputs)
-        return made
+        return _by_row(made)
 
     def _around(self, stage: Stage, row: _Row, inputs: dict[str, Tensor], picks: Tensor | None) -> Mapping[str, Tensor]:
         """Let a way compute a stage with caches: out in logical order, and back in what it returns."""
@@ -328,6 +358,11 @@ def _fits(model: Model) -> bool:
             if not name.endswith(nvfp4.COMPANIONS):
                 count += tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)
     return 4 * count <= PREPARED_LIMIT
+
+
+def _by_row(made: list[Mapping[str, Tensor]]) -> dict[str, Value]:
+    """Outputs of each row as one mapping."""
+    return {name: [outputs[name] for outputs in made] for name in made[0]}
 
 
 def _joined(value: Value) -> Tensor:
