@@ -220,7 +220,7 @@ class Session:
         for index, row in enumerate(rows):
             inputs = {name: _part(wires[wire], index, row.part) for name, wire in step.reads}
             made.append(step.compute(step.params, QUICK, row.sequence.layers[layer], row.sequence.length, **inputs))
-        return made[0] if len(made) == 1 else _by_row(made)
+        return _by_row(made)
 
     def _plain(
         self, step: _Step, wires: Mapping[str, Value], replay: Mapping[str, Value], tap: Tap | None
