@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/harness diff --layer 2 --json reports/demo.jsonl --html reports/demo.html
 
+# One thread a worker: JOBS workers of several threads each would only wait for one another.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
 
 check: $(READY)
 	$(BIN)/ruff format --check .
