@@ -47,7 +47,7 @@ def run(words: Sequence[str]) -> Sample:
 
 
 def alternate(commands: Mapping[str, Sequence[str]], rounds: int, warm: bool = True) -> dict[str, list[Sample]]:
-    """A B A B ...: what else slows the machine down meets all of them alike. ``warm``: a round beforehand is not counted."""
+    """A B A B ...: what slows the machine down meets all alike. ``warm``: one round before does not count."""
     found: dict[str, list[Sample]] = {name: [] for name in commands}
     for turn in range(0 if warm else 1, rounds + 1):
         for name, words in commands.items():

@@ -67,4 +67,8 @@ def _scope(layer: int | None) -> str:
 
 def _clean(text: str) -> str:
     """Text without the control characters that XML 1.0 cannot hold."""
-    return "".join(c if c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else "?" for c in text)
+    return "".join(c if _allowed(c) else "?" for c in text)
+
+
+def _allowed(c: str) -> bool:
+    return c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd" or c > "\uffff"
