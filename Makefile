@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 JOBS   ?= 2
 
-.PHONY: demo test check parity parity-gpu eval faults bench report format clean
+.PHONY: demo test check parity eval bench report format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -31,6 +31,9 @@ parity: $(READY)
 
 eval: $(READY)
 	$(BIN)/python -m cases.training.evaluate
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
 
 report: $(READY)
 	$(BIN)/harness report reports/demo.jsonl --html reports/demo.html

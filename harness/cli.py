@@ -7,6 +7,7 @@ Only argument parsing happens here. torch, transformers and rich are imported by
 from __future__ import annotations
 
 import argparse
+import io
 import shlex
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,9 @@ def entry() -> NoReturn:
     from harness.early import Signals
 
     Signals.last = True
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, a file name that is no text
     sys.exit(main())
 
 

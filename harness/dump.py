@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.judge import cost, free, margin
+from harness.judge import cost, margin, sample
 from harness.records import Comparison, FirstFault, Record, TensorComparison, Verdict, Weights
 from harness.types import Judged, Stage, UsageError
 
@@ -123,8 +123,8 @@ def _said(record: Comparison) -> dict[str, Any]:
 
 
 def _output(t: TensorComparison, mode: str) -> dict[str, Any]:
-    floor = t.threshold.get("floor")
-    least = cost.FACTOR * floor if isinstance(floor, float) else 0.0
+    factor, floor, tokens = (v if isinstance(v := t.threshold.get(k), float) else 0.0 for k in ("F", "floor", "n"))
+    least = floor * (factor if mode == "local" else max(cost.FACTOR, sample.luck(tokens)))
     bad_picks = t.role == "picks" and t.mismatches
     worst = list(t.worst[0].index) if t.worst and (t.role != "picks" or bad_picks) else None
     return {
@@ -137,7 +137,7 @@ def _output(t: TensorComparison, mode: str) -> dict[str, Any]:
         "margin": t.margin,
         "cost": t.cost,
         "worst": worst[:-1] if worst and t.role == "picks" else worst,
-        "factor": cost.FACTOR if mode == "local" else free.FACTOR,
+        "factor": factor,
         "least": least,
         "formula": t.formula,
     }
