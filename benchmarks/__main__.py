@@ -38,6 +38,7 @@ def main() -> int:
     found |= alternate({"all": ["harness", "diff", "--layer", "all"]}, max(1, rounds // 2), warm=False)
     found |= alternate({"views": ["benchmarks.views", "2"], "views_all": ["benchmarks.views", "all"]}, 1, warm=False)
     found |= alternate({"taps": ["benchmarks.taps"]}, 1, warm=False)
+    found |= alternate({"decode": ["benchmarks.decode"]}, 1, warm=False)
     diff, base = found["diff"], found["baseline"]
     bare = [s.cpu - s.said["load"] for s in base if s.said]
     taps = found["taps"][0].said or {}
@@ -57,6 +58,17 @@ def main() -> int:
         "records and page": figure(share(found["views"]), 0.1, "their share of the CPU seconds of --layer 2"),
         "records and page, all": figure(
             share(found["views_all"]), 0.1, "their share of the CPU seconds of --layer all"
+        ),
+        "decode over Hugging Face": figure(
+            said(found["decode"], "step over hugging face"), 1.0, "CPU time of a decode step, batch 1, over HF's own"
+        ),
+        "cache bytes over formula": figure(
+            said(found["decode"], "bytes over formula"), 1.05, "what a sequence of 256 to 4096 tokens keeps"
+        ),
+        "decode, no copy": figure(
+            said(found["decode"], "rest, longest over shortest"),
+            1.15,
+            "a step at 4096 over 256, readers of caches aside",
         ),
     }
     print(f"{'figure':30} {'value':>8} {'limit':>8}")

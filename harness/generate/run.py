@@ -117,7 +117,7 @@ class Run:
         return reference, production
 
     def _config(self, made: Config) -> Config:
-        return replace(made, command=self.command, phase="generate", planned=0, modes=("generate",))
+        return replace(made, command=self.command, phase="generate", planned=0, modes=())
 
     def _generate(self, pair: Pair) -> Iterator[Record]:
         block = Block(pair) if self.wish.judged else None

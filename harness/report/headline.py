@@ -107,6 +107,8 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
     reason = run.summary.reason if run.summary else None
     lead = [reason] if reason else []
     total = plural(len(run.comparisons), "comparison")
+    if run.steps:
+        total = plural(len(run.steps), "step") + (f", {total}" if run.comparisons else "")
     if fault:
         why = fault.reason if fault.reason else _figures(fault)
         lead = [_where(fault), why, *(line for line in lead if line not in why and why not in line)]

@@ -13,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.records import Comparison, Verdict
-from harness.report import coverage, headline, heatmap, pack, svg, text
+from harness.report import coverage, headline, heatmap, pack, steps, svg, text
 from harness.report.load import Run, read
 from harness.types import UsageError
 
 LIMIT = 5_000_000
 SCRIPTS = ("dom.js", "charts.js", "panel.js", "tokens.js", "app.js")
-STYLES = ("page.css", "data.css", "print.css")
+STYLES = ("page.css", "data.css", "steps.css", "print.css")
 #: rows of the table that are laid out at once; failures always are
 CAP = 400
 RANK = {v: i for i, v in enumerate(("INVALID", "FAIL", "INCONCLUSIVE", "SKIPPED", "PASS"))}
@@ -98,6 +98,7 @@ def page(run: Run, limit: int = LIMIT) -> str:
         "summary": run.summary,
         "head": head,
         "heat": heatmap.build(run),
+        "strip": steps.build(run.steps),
         "cover": coverage.build(run),
         "rows": [(i, c, text.slug(c.stage, c.mode), *heatmap.level(c)) for i, c in ordered(run.comparisons)],
         "fault": _fault_comparison(run),
@@ -120,7 +121,8 @@ def page(run: Run, limit: int = LIMIT) -> str:
 
 
 def _counts(run: Run) -> dict[str, int]:
-    counts: dict[str, int] = {str(v): sum(c.verdict is v for c in run.comparisons) for v in Verdict}
+    counted = [c.verdict for c in run.comparisons] + [s.verdict for s in run.steps]
+    counts: dict[str, int] = {str(v): counted.count(v) for v in Verdict}
     counts["SKIPPED"] += len(run.skips)
     return counts
 

@@ -24,6 +24,7 @@ from harness.records import (
     Logits,
     Routing,
     Skip,
+    Step,
     Summary,
     Verdict,
     Weights,
@@ -51,6 +52,7 @@ class Run:
     comparisons: list[Comparison] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     routing: list[Routing] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     #: records of a kind that this version has no view for, shown as they are
     others: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -229,5 +231,7 @@ def _add(run: Run, data: Any) -> None:
             run.comparisons.append(record)
         case Skip():
             run.skips.append(record)
+        case Step():
+            run.steps.append(record)
         case Routing():
             run.routing.append(record)

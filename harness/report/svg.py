@@ -18,24 +18,24 @@ from harness.report.text import num, visible
 NICE = {"production": "prod", "reference": "ref", "oracle": "oracle"}
 
 
-def _svg(width: float, height: float, label: str, parts: Iterable[Markup], css: str = "") -> Markup:
-    frame = (
+def frame(width: float, height: float, label: str, parts: Iterable[Markup], css: str = "") -> Markup:
+    shape = (
         '<svg class="chart {}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
     )
-    return Markup(frame).format(css, width, height, label, Markup("").join(parts))
+    return Markup(shape).format(css, width, height, label, Markup("").join(parts))
 
 
-def _dots(css: str, points: Iterable[tuple[float, float]]) -> Markup:
+def dots(css: str, points: Iterable[tuple[float, float]]) -> Markup:
     path = "".join(f"M{x:.4g} {y:.4g}h0" for x, y in points)
     return Markup('<path class="dot {}" d="{}"/>').format(css, path) if path else Markup("")
 
 
-def _line(css: str, points: Sequence[tuple[float, float]]) -> Markup:
+def line(css: str, points: Sequence[tuple[float, float]]) -> Markup:
     path = "L".join(f"{x:.4g} {y:.4g}" for x, y in points)
     return Markup('<path class="{}" d="M{}"/>').format(css, path) if points else Markup("")
 
 
-def _hit(x: float, width: float, height: float, title: str) -> Markup:
+def hit(x: float, width: float, height: float, title: str) -> Markup:
     shape = '<rect class="hit" x="{:g}" width="{:g}" height="{:g}"><title>{}</title></rect>'
     return Markup(shape).format(x, width, height, title)
 
@@ -45,8 +45,8 @@ def _pairs(production: Sequence[float | None], reference: Sequence[float | None]
     low, span = 38.0, 35.0
     ticks = [(i * 10, low - span * v / top) for i, v in enumerate(reference) if v is not None]
     path = "".join(f"M{x + 1.5:g} {y:.4g}h7" for x, y in ticks)
-    dots = [(i * 10 + 5, low - span * v / top) for i, v in enumerate(production) if v is not None]
-    return [Markup('<path class="ref" d="{}"/>').format(path) if path else Markup(""), _dots("prod", dots)]
+    points = [(i * 10 + 5, low - span * v / top) for i, v in enumerate(production) if v is not None]
+    return [Markup('<path class="ref" d="{}"/>').format(path) if path else Markup(""), dots("prod", points)]
 
 
 def entropy(e: Entropy) -> Markup:
@@ -57,15 +57,15 @@ def entropy(e: Entropy) -> Markup:
     parts = []
     if e.uniform is not None:
         y = 38 - 35 * e.uniform / top
-        parts.append(_line("uniform", [(0, y), (heads * 10, y)]))
+        parts.append(line("uniform", [(0, y), (heads * 10, y)]))
     parts += _pairs(e.production, e.reference, top)
     collapsed = [(h * 10 + 5, 38 - 35 * (v or 0) / top) for h, v in enumerate(e.production) if h in e.collapsed_heads]
-    parts.append(_dots("bad", collapsed))
+    parts.append(dots("bad", collapsed))
     for h in range(heads):
         pair = [num(values[h]) if h < len(values) else "–" for values in (e.production, e.reference)]
         said = f"head {h}: production {pair[0]}, reference {pair[1]}, uniform {num(e.uniform)}"
-        parts.append(_hit(h * 10, 10, 40, said))
-    return _svg(max(heads, 1) * 10, 40, f"Entropy of {heads} heads against the reference and uniform", parts, "strip")
+        parts.append(hit(h * 10, 10, 40, said))
+    return frame(max(heads, 1) * 10, 40, f"Entropy of {heads} heads against the reference and uniform", parts, "strip")
 
 
 def sinks(e: Entropy) -> Markup:
@@ -77,8 +77,8 @@ def sinks(e: Entropy) -> Markup:
     parts = _pairs(e.sink_production, e.sink_reference, max(known, default=1.0) or 1.0)
     for h in range(heads):
         pair = [num(values[h]) if h < len(values) else "–" for values in (e.sink_production, e.sink_reference)]
-        parts.append(_hit(h * 10, 10, 40, f"head {h}: sink mass {pair[0]}, reference {pair[1]}"))
-    return _svg(heads * 10, 40, f"Sink mass of {heads} heads against the reference", parts, "strip")
+        parts.append(hit(h * 10, 10, 40, f"head {h}: sink mass {pair[0]}, reference {pair[1]}"))
+    return frame(heads * 10, 40, f"Sink mass of {heads} heads against the reference", parts, "strip")
 
 
 def furthest(e: Entropy) -> str:
@@ -101,8 +101,8 @@ def gaps(routing: Routing) -> Markup:
         x = 50 + 25 * math.log10(min(max(ratio, 0.01), 100.0))
         # Spread by token so that equal gaps do not hide each other.
         (outside if ratio > 1 else inside).append((x, 3 + token * 7 % 11))
-    parts = [_line("limit", [(50, 0), (50, 16)]), _dots("prod", inside), _dots("bad", outside)]
-    return _svg(100, 16, f"{len(inside)} flips inside the bound, {len(outside)} outside", parts, "strip thin")
+    parts = [line("limit", [(50, 0), (50, 16)]), dots("prod", inside), dots("bad", outside)]
+    return frame(100, 16, f"{len(inside)} flips inside the bound, {len(outside)} outside", parts, "strip thin")
 
 
 def load(routing: Routing) -> Markup:
@@ -113,8 +113,8 @@ def load(routing: Routing) -> Markup:
         height = 16 * count / top
         bar = '<rect class="col" x="{:g}" y="{:.4g}" width="8" height="{:.4g}"/>'
         parts.append(Markup(bar).format(i * 10 + 1, 16 - height, height))
-        parts.append(_hit(i * 10, 10, 16, f"{i}: picked {num(count)} times"))
-    return _svg(max(len(routing.load), 1) * 10, 16, f"Picks of {len(routing.load)} candidates", parts, "strip thin")
+        parts.append(hit(i * 10, 10, 16, f"{i}: picked {num(count)} times"))
+    return frame(max(len(routing.load), 1) * 10, 16, f"Picks of {len(routing.load)} candidates", parts, "strip thin")
 
 
 def unused(routing: Routing) -> str:
@@ -160,12 +160,12 @@ def streams(comparisons: Sequence[Comparison]) -> StreamChart | None:
     for key in drawn:
         points = [(i * step, y(v)) for i, c in enumerate(found) if (v := c.stream_rms.get(key)) is not None]
         css = NICE.get(key, "oracle")
-        parts += [_line(css, points), _dots(css, points)]
+        parts += [line(css, points), dots(css, points)]
     for i, c in enumerate(found):
         said = ", ".join(f"{visible(k)} {num(v)}" for k, v in c.stream_rms.items())
-        parts.append(_hit(max(0.0, (i - 0.5) * step), step, 60, f"{visible(c.stage)}: {said}"))
+        parts.append(hit(max(0.0, (i - 0.5) * step), step, 60, f"{visible(c.stage)}: {said}"))
     return StreamChart(
-        svg=_svg(100, 60, f"Stream RMS from {num(low)} to {num(high)}", parts, "lines"),
+        svg=frame(100, 60, f"Stream RMS from {num(low)} to {num(high)}", parts, "lines"),
         top=num(high, 3),
         bottom=num(floor, 3),
         first=visible(found[0].stage),

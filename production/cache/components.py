@@ -170,6 +170,7 @@ def emit(
     state: CsaState | HcaState, entries: Paged, length: int, x: Tensor, p: Params, eps: float, rope: object
 ) -> Tensor:
     """Pool the windows that close with tokens x [1, n, d] and store their keys; returns the pooled entries, fp32."""
+    x = x.float()  # once for both products
     pooled = state.push(
         length, bf16_product(x, p, "kv_proj.")[0], bf16_product(x, p, "gate_proj.")[0], p["position_bias"]
     )
@@ -234,6 +235,7 @@ class CachedIndexer(LightningIndexer):
     ) -> dict[str, Tensor]:
         assert cache.indexer is not None
         assert cache.index is not None
+        x = x.float()  # once for three products
         emit(cache.indexer, cache.index, length, x, p, self.rms_norm_eps, self.rope)
         count = (length + x.shape[1]) // self.compress_rate
         if call.picks is not None and not call.detail:
