@@ -26,9 +26,10 @@ NAME = "dsv4_harness_tap"
 class Capture:
     """The wires of one forward by name, the masks that attention was handed by layer, and the logits.
 
-    ``past``: keys of earlier calls that attention reads in front of the call's own.
+    ``cached``: the call continues from a cache; ``past`` keys of earlier calls stand in front of its own.
     """
 
+    cached: bool = False
     past: int = 0
     wires: dict[str, Tensor] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
@@ -45,7 +46,7 @@ def forward(net: Net, input_ids: Tensor, positions: Tensor, cache: Any = None) -
 
 def capture(net: Net, input_ids: Tensor, positions: Tensor, cache: Any = None) -> Capture:
     """One forward with every tap in place; all taps are gone again afterwards."""
-    seen = Capture()
+    seen = Capture(cached=cache is not None)
     if cache is not None:
         seen.past = min(int(cache.get_seq_length()), net.geometry.sliding_window - 1)
     with _hooks(net, seen), _interface(net, seen):
@@ -68,7 +69,8 @@ def _interface(net: Net, seen: Capture) -> Iterator[None]:
         here = f"layers.{layer}."
         seen.wires[f"{here}q_rope.q"] = query.transpose(1, 2)
         seen.wires[f"{here}kv_rope.kv"] = key[:, 0, seen.past : length]
-        seen.wires[f"{here}kv_cache.keys"] = key[:, 0, :length]
+        if seen.cached:
+            seen.wires[f"{here}kv_cache.keys"] = key[:, 0, :length]
         if module.layer_type != SLIDING:
             seen.wires[f"{here}compressor.keys"] = key[:, 0, length:]
         seen.masks[layer] = mask
