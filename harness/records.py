@@ -28,6 +28,7 @@ class Coordinate:
     """One element, with what every witness says of it. ``bound`` is what rule 3 allows there (local rows)."""
 
     index: tuple[int, ...]
+    #: null: the value does not exist or is not finite (the tensor's reason says so)
     production: float | int | bool | None
     reference: float | int | bool | None
     oracle: float | int | bool | None
@@ -40,7 +41,7 @@ class Slice:
     """The error along one named axis (head, expert, position, channel, stream ...), in multiples of the bound."""
 
     dim: str
-    #: worst ratio per bucket; a long axis is cut into at most 64 buckets of ``width`` consecutive indices
+    #: worst ratio per bucket; a long axis is cut into at most 32 buckets of ``width`` consecutive indices
     worst: tuple[float | None, ...]
     #: RMS error of the bucket over RMS of the oracle there
     relative: tuple[float | None, ...]
@@ -93,8 +94,9 @@ class TensorComparison:
     slices: tuple[Slice, ...] = ()
     errors: Histogram | None = None  # signed (production - oracle) in units of the bound (local) or of RMS error
     density: Density | None = None
-    #: per token [B * S]: worst ratio (local) or relative error (free); at most 1024 buckets
+    #: per token [B * S]: worst ratio (local) or relative error (free), in at most 256 buckets of ``token_width`` tokens
     tokens: tuple[float | None, ...] = ()
+    token_width: int = 1
     formula: str | None = None  # the threshold's formula
     threshold: Mapping[str, float | str | None] = field(default_factory=dict)  # its inputs: lambda, plan, kappa ...
 
@@ -158,6 +160,7 @@ class Config:
     stages_reference: tuple[str, ...]
     stages_production: tuple[str, ...]
     provenance: Mapping[str, str]
+    planned: int = 0  # comparison rows that the run will yield if nothing stops it
     schema: int = 1
 
 
@@ -212,7 +215,7 @@ class Routing:
     #: (token index, score gap, bound) of at most 64 flips
     examples: tuple[tuple[int, float, float], ...]
     load: tuple[int, ...] = ()  # tokens per expert in production
-    entropy: float | None = None  # mean entropy of the normalised scores
+    entropy: float | None = None  # mean entropy of a token's weights over its picks, normalised (nats)
     entropy_reference: float | None = None
 
 

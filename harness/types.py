@@ -107,7 +107,8 @@ class Stage(Protocol):
 class DirectStage(Stage, Protocol):
     """A stage that also knows the direct-residual arithmetic; ``direct_with`` names its partner stage.
 
-    ``direct`` gets those of the stage's inputs that exist (a mix has no post or comb then) and may return fewer outputs.
+    ``direct`` gets those of the stage's inputs that exist (a mix has no post or comb then) and may return fewer
+    outputs.
     """
 
     @property
@@ -195,3 +196,9 @@ class UsageError(Exception):
 
 class InvalidRun(Exception):
     """The comparison can mean nothing (reference broken, stale or uncertified). The CLI exits 3."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 260 characters: its type and its message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:240]}" if text else type(error).__name__

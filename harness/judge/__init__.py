@@ -1,0 +1,1 @@
+"""The verdict rules, one file each, and what they need of a tensor. ``rows`` puts them together."""

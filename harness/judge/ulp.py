@@ -1,0 +1,54 @@
+"""h(y): half an ulp of the output dtype at y, and what else depends on a dtype alone.
+
+A float with p significant bits has spacing 2^(e - p + 1) in [2^e, 2^(e+1)), and the spacing of its smallest normal
+binade below it. Round to nearest moves a value by at most half of that: h(y) = 2^(e - p), e = max(floor(log2 |y|),
+e_min). h never falls as |y| grows, so h(|y| + d) bounds the rounding of any value within d of y.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: name -> torch dtype: the names that stages declare
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: name -> (significant bits, smallest normal exponent)
+FORMATS = {"bf16": (8, -126), "fp16": (11, -14), "fp32": (24, -126), "fp64": (53, -1022)}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The declared name of a torch dtype."""
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def half_ulp(y: Tensor, dtype: str) -> Tensor:
+    """Half an ulp of ``dtype`` at every |y|, as float64. Non-finite values give inf."""
+    bits, lowest = FORMATS[dtype]
+    magnitude = y.detach().double().abs()
+    _, exponent = torch.frexp(magnitude)  # magnitude = m 2^exponent, m in [0.5, 1): the binade is exponent - 1
+    exponent = torch.where(magnitude == 0, lowest, exponent - 1).clamp_min(lowest)
+    # ldexp on float64 reaches 2^-1074; for fp64 subnormals the half ulp underflows to 0, which is below any bound here.
+    h = torch.ldexp(torch.ones_like(magnitude), exponent - bits)
+    return torch.where(torch.isfinite(magnitude), h, math.inf)
+
+
+def kappa(dtype: str) -> float:
+    """Rule 4's factor on the output rounding: 1 where it dominates (16 bits), 4 for fp32 (summation order)."""
+    return 1.0 if FORMATS[dtype][0] < 24 else 4.0
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square; 0 for an empty tensor."""
+    return math.sqrt(float(x.detach().double().square().mean())) if x.numel() else 0.0

@@ -1,0 +1,121 @@
+"""One Hugging Face model with its checkpoint: what the stages of one side share.
+
+The model is built three times at most from one checkpoint: at the checkpoint's precision, in float32, and in float64
+for the oracle. All three are the same unmodified classes; only the tensors differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from reference import hf, nvfp4, rope
+from reference.checkpoint import Checkpoint
+from reference.geometry import Geometry
+from reference.manifest import Entry, entries
+
+T = TypeVar("T")
+
+#: torch dtype of a contract's word
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class _Scope(nn.Module):
+    """Gives ``functional_call`` a module whose forward is any code at all."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, body: Callable[[], Any]) -> Any:
+        return body()
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model (``DeepseekV4ForCausalLM``) cut after ``depth`` layers, in dtype ``word`` (bf16, fp32 or fp64)."""
+
+    checkpoint: Checkpoint
+    model: Any
+    depth: int
+    word: str
+    device: str
+    _scope: _Scope = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_scope", _Scope(self.model))
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.checkpoint.geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype: what ``bf16`` means in the stage table."""
+        return DTYPES[self.word]
+
+    @property
+    def wide(self) -> str:
+        """What ``fp32`` means in the stage table: float64 in the oracle."""
+        return "fp64" if self.word == "fp64" else "fp32"
+
+    def layer(self, index: int) -> Any:
+        return self.model.model.layers[index]
+
+    def parameter(self, target: str) -> Tensor:
+        """A parameter or buffer by its full Hugging Face name."""
+        owner, _, leaf = target.rpartition(".")
+        value: Tensor = getattr(self.model.get_submodule(owner), leaf)
+        return value
+
+    def using(self, overrides: Mapping[str, Tensor], body: Callable[[], T]) -> T:
+        """Run ``body`` while the parameters of these full names are replaced by the tensors given."""
+        if not overrides:
+            return body()
+        renamed = {f"inner.{name}": value for name, value in overrides.items()}
+        result: T = torch.func.functional_call(self._scope, renamed, (body,), tie_weights=False)
+        return result
+
+
+def build(checkpoint: Checkpoint, word: str, depth: int, device: str) -> Net:
+    """Decode the first ``depth`` layers (and what is outside layers) and fill a Hugging Face model with them.
+
+    bf16 gives each parameter the dtype that ``from_pretrained(dtype=bfloat16)`` would; fp64 keeps the decoded values
+    and replaces the rotary frequencies by float64 ones.
+    """
+    geometry = checkpoint.geometry
+    keywords = {**geometry.keywords, "num_hidden_layers": depth}
+    model = hf.skeleton(keywords)
+    plan = hf.stored_dtypes(model, DTYPES[word])
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries(geometry, depth):
+        groups.setdefault(entry.target, []).append(entry)
+    state = {name: _assemble(checkpoint, group, plan[name]) for name, group in groups.items()}
+    hf.fill(model, state, device)
+    if word == "fp64":
+        hf.set_frequencies(model, rope.frequencies(geometry))
+    return Net(checkpoint, model, depth, word, device)
+
+
+def _assemble(checkpoint: Checkpoint, group: list[Entry], dtype: torch.dtype) -> Tensor:
+    """One Hugging Face parameter: a tensor, or a stack of experts ``[E, N, K]`` with gate above up."""
+    if group[0].expert is None:
+        return cast(checkpoint.decode(group[0]), dtype)
+    rows: dict[int, list[Tensor]] = {}
+    for entry in group:
+        assert entry.expert is not None
+        rows.setdefault(entry.expert, []).append(cast(checkpoint.decode(entry), dtype))
+    return torch.stack([torch.cat(rows[e]) for e in sorted(rows)])
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a decoded tensor once to ``dtype``; integers stay as they are."""
+    if not value.is_floating_point() or value.dtype is dtype:
+        return value
+    if value.dtype is torch.float64 and dtype is torch.bfloat16:
+        return nvfp4.to_bfloat16(value)
+    return value.to(dtype)

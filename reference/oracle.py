@@ -1,0 +1,127 @@
+"""The reference in float64: the same unmodified modules and stages, on a model of exactly decoded weights.
+
+Nothing is rounded before float64: weights are decoded into it, rope frequencies are computed in it, inputs are raised
+to it exactly. The spread that a rounding plan allows around a value comes from ``reference.bounds``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from harness.types import Judged, UsageError
+from reference import rope
+from reference.bounds import spread
+from reference.lift import float64, upcast
+from reference.net import Net
+from reference.stages.base import HFStage, Port
+from reference.stages.graph import stages
+from reference.stages.hyper import Hyper, Mix
+
+
+class OracleStage:
+    """A reference stage whose every tensor is float64 (integers stay). ``plan`` is empty: nothing is rounded.
+
+    ``kind`` is the name without its layer. ``config`` is the reference stage's, with the float64 frequencies
+    ``inv_freq_main`` and ``inv_freq_compress`` ``[R2]``; ``params`` are float64 by canonical leaf.
+    """
+
+    def __init__(self, inner: HFStage, frequencies: Mapping[str, Tensor]) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.kind = inner.kind
+        self.layer = inner.layer
+        self.inputs: Mapping[str, str] = inner.inputs
+        self.outputs: Sequence[Port] = inner.outputs
+        self.covers = inner.covers
+        self.component = inner.component
+        self.plan: Mapping[str, str] = {}
+        table = {f"inv_freq_{name}": value for name, value in frequencies.items()}
+        self.config: Mapping[str, object] = {**inner.config, **table}
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        return self.inner.params
+
+    def decoded(self) -> Mapping[str, Tensor]:
+        return self.inner.decoded()
+
+    def run(
+        self,
+        *,
+        params: Mapping[str, Tensor] | None = None,
+        replay: Mapping[str, Tensor] | None = None,
+        **inputs: Tensor,
+    ) -> dict[str, Tensor]:
+        """As the reference stage's ``run``, in float64; InvalidRun if an operator met a narrower float."""
+        wide = {name: upcast(value) for name, value in inputs.items()}
+        given = {name: upcast(value) for name, value in (params or {}).items()}
+        with float64():
+            return self.inner.run(params=given, replay=replay, **wide)
+
+    def selection(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Scores of every candidate by the name of the picks they decide, ``-inf`` where not eligible."""
+        with float64():
+            return self.inner.selection(outputs)
+
+
+class DirectOracleStage(OracleStage):
+    """``X_hc`` or ``X_mix``, which also know the direct-residual arithmetic."""
+
+    def __init__(self, inner: Hyper | Mix, frequencies: Mapping[str, Tensor]) -> None:
+        super().__init__(inner, frequencies)
+        self._direct = inner.direct
+        self.direct_with = inner.direct_with
+
+    def direct(self, **inputs: Tensor) -> dict[str, Tensor]:
+        with float64():
+            return self._direct(**{name: upcast(value) for name, value in inputs.items()})
+
+
+class HFOracle:
+    """The oracle side (``harness.types.Oracle``)."""
+
+    def __init__(self, net: Net, provenance: Mapping[str, str]) -> None:
+        frequencies = {name: value.to(net.device) for name, value in rope.frequencies(net.geometry).items()}
+        self.stages: Sequence[OracleStage] = [
+            DirectOracleStage(stage, frequencies) if isinstance(stage, Hyper | Mix) else OracleStage(stage, frequencies)
+            for stage in stages(net)
+        ]
+        self.provenance = {**provenance, "dtype": "float64"}
+        self._by_name = {stage.name: stage for stage in self.stages}
+
+    def judge(
+        self,
+        stage: str,
+        inputs: Mapping[str, Tensor],
+        *,
+        plan: Mapping[str, str],
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Mapping[str, Judged]:
+        """The stage's outputs on ``inputs``, raised exactly to float64, with the spread of ``plan`` around them.
+
+        An output of role picks has as value the selection score of every candidate (``[B, S, E]`` or ``[B, S, T]``);
+        integers and booleans come as float64. With ``given`` picks the outputs that depend on the choice are computed
+        for those, in their order. UsageError for an unknown stage.
+        """
+        node = self._by_name.get(stage)
+        if node is None:
+            raise UsageError(
+                f"{stage}: expected a stage of this checkpoint, came none; `harness list stages` names them"
+            )
+        wide = {name: upcast(value) for name, value in inputs.items()}
+        outputs = node.run(replay=given, **wide)
+        used = {port.name: outputs[port.name] for port in node.outputs if port.role == "picks"} or given
+        outputs |= node.selection(outputs)
+        around = spread(node, wide, outputs, plan, used)
+        return {port.name: _judged(outputs[port.name], around.get(port.name)) for port in node.outputs}
+
+
+def _judged(value: Tensor, around: tuple[Tensor, Tensor] | None) -> Judged:
+    exact = value.double()
+    if around is None:  # an output that no rounding can move: ids, masks, copies
+        zero = exact.new_zeros(exact.shape)
+        return Judged(exact, zero, zero)
+    rss, total = around
+    return Judged(exact, rss.expand(exact.shape), total.expand(exact.shape))
