@@ -98,12 +98,10 @@ class Case:
             raise UsageError(f"case {self.name}: expected positions of at least 0, got {self.positions}")
 
     def override(self, **changes: Any) -> Case:
-        """The case with the given fields changed; a new prompt drops the tokens and the other way round."""
+        """The case with the given fields changed; a new prompt or new tokens replace the old text and its length."""
         changes = {key: value for key, value in changes.items() if value is not None}
-        if "prompt" in changes:
-            changes.setdefault("tokens", None)
-        elif "tokens" in changes:
-            changes["prompt"] = None
+        if "prompt" in changes or "tokens" in changes:
+            changes = {"prompt": None, "tokens": None, "length": None} | changes
         return replace(self, **changes)
 
 

@@ -1,0 +1,1 @@
+"""What is run: TOML cases and the bundled checkpoint."""

@@ -1,0 +1,218 @@
+"""The command line: ``harness diff | list | report | doctor``. ``main`` is the same from Python.
+
+Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
+``--help``, ``list cases`` and usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness import __version__
+from harness.tally import INVALID, USAGE
+from harness.types import InvalidRun, UsageError
+
+EPILOG = """exit codes: 0 every row passes; 1 a stage fails; 2 bad input; 3 the comparison means nothing (reference not
+certified, ill-conditioned, interrupted)"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong arguments as every other bad input is reported: one line, exit 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser().parse_args(words)
+        return int(args.command(args))
+    except UsageError as error:
+        print(f"harness: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE
+    except InvalidRun as error:
+        print(f"harness: INVALID: {' '.join(str(error).split())}", file=sys.stderr)
+        return INVALID
+    except SystemExit as stop:  # argparse's --help and --version
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def entry() -> NoReturn:
+    """The console script. A closed pipe (``| head``) ends the output, not with a traceback."""
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="harness", description="Compare a production model with its reference, stage by stage.")
+    parser.add_argument("--version", action="version", version=f"harness {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="diff | list | report | doctor")
+
+    diff = commands.add_parser("diff", help="compare stages and name the first fault", epilog=EPILOG)
+    diff.set_defaults(command=_diff)
+    diff.add_argument("--layer", metavar="N|A-B|a,b|all", help="layers to compare (default: the case's, mostly all)")
+    diff.add_argument("--stage", action="append", default=[], metavar="GLOB", help="only these stages; repeatable")
+    diff.add_argument("--mode", choices=("local", "free", "both"), default="both")
+    _case_options(diff)
+    text = diff.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="text, by the checkpoint's tokenizer")
+    text.add_argument("--tokens", metavar="ID,ID,...", help="token ids")
+    diff.add_argument("--length", metavar="S", help="repeat or cut the tokens to this many")
+    diff.add_argument("--batch", metavar="B", help="rows; row b is the sequence rotated by 7 b")
+    diff.add_argument("--dtype", choices=("native", "fp32"), help="fp32 tells a logic error from rounding")
+    diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
+    diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
+    diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
+    _view_options(diff, json=True)
+
+    listing = commands.add_parser("list", help="what there is to compare")
+    what = listing.add_subparsers(dest="what", required=True, metavar="stages | cases | components")
+    stages = what.add_parser("stages", help="inputs, outputs and parameters of every stage")
+    stages.add_argument("--layer", metavar="N|A-B|a,b|all", default="all")
+    stages.add_argument("--json", action="store_true", help="as JSON")
+    _case_options(stages)
+    stages.set_defaults(command=_list_stages)
+    what.add_parser("cases", help="bundled cases").set_defaults(command=_list_cases)
+    components = what.add_parser("components", help="the code under test and its rounding plans")
+    _case_options(components)
+    components.set_defaults(command=_list_components)
+
+    report = commands.add_parser("report", help="views of a finished run")
+    report.add_argument("run", metavar="RUN.jsonl")
+    _view_options(report, json=False)
+    report.set_defaults(command=_report)
+
+    commands.add_parser("doctor", help="is everything here that a run needs?").set_defaults(command=_doctor)
+    for each in (parser, diff, listing, stages, components, report):
+        each.allow_abbrev = False
+    return parser
+
+
+def _case_options(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--case", metavar="NAME|FILE", help="a bundled case or a TOML file (default: tiny)")
+    source.add_argument("--checkpoint", metavar="DIR", help="a checkpoint folder, with the default case's text")
+
+
+def _view_options(parser: argparse.ArgumentParser, *, json: bool) -> None:
+    if json:
+        parser.add_argument("--json", metavar="FILE", help="write the records as JSON lines")
+    parser.add_argument("--html", metavar="FILE", help="write a page that opens offline")
+    parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+
+
+def _case(args: argparse.Namespace) -> Any:
+    from harness import case
+
+    if args.checkpoint is not None:
+        return case.of_checkpoint(args.checkpoint)
+    return case.load(args.case or "tiny")
+
+
+def _diff(args: argparse.Namespace) -> int:
+    changes = {
+        "prompt": args.prompt,
+        "tokens": None if args.tokens is None else _tokens(args.tokens),
+        "length": _whole("--length", args.length),
+        "batch": _whole("--batch", args.batch),
+        "dtype": args.dtype,
+    }
+    outputs = {name: _output(f"--{name}", getattr(args, name)) for name in ("json", "html", "junit")}
+    given = [
+        word
+        for name in ("prompt", "tokens", "length", "batch", "dtype")
+        if getattr(args, name) is not None
+        for word in (f"--{name}", str(getattr(args, name)))
+    ]
+    case = _case(args).override(**changes)
+    case = case.override(argument=(*case.argument, *given))
+    request = {
+        "layers": args.layer if args.layer is not None else case.layers,
+        "stages": tuple(args.stage),
+        "modes": ("local", "free") if args.mode == "both" else (args.mode,),
+        "bypass": tuple(args.bypass),
+        "replace": tuple(args.replace),
+        "direct_residual": args.direct_residual,
+    }
+    from harness.diff import diff
+
+    return diff(case, request, outputs["json"], outputs["html"], outputs["junit"], sys.stdout)
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    words = text.replace(",", " ").split()
+    if not words:
+        raise UsageError("--tokens is empty; expected at least one token id")
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) < 19):
+            raise UsageError(f"--tokens: expected ids of 0 and up, such as 3,17,4; got {word!r}")
+    return tuple(map(int, words))
+
+
+def _whole(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
+        raise UsageError(f"{option}: expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _output(option: str, text: str | None) -> Path | None:
+    """An output path that can be written, checked before any work is done."""
+    import os
+
+    if text is None:
+        return None
+    path = Path(text)
+    if "\0" in text or not text:
+        raise UsageError(f"{option}: {text!r} is not a file name")
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{option} {shlex.quote(text)}: the folder {str(path.parent)!r} does not exist; create it first"
+        )
+    if path.is_dir():
+        raise UsageError(f"{option} {shlex.quote(text)} is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {shlex.quote(text)} cannot be written: permission denied")
+    return path
+
+
+def _list_stages(args: argparse.Namespace) -> int:
+    from harness import listing
+
+    return listing.stages(_case(args), args.layer, args.json, sys.stdout)
+
+
+def _list_cases(args: argparse.Namespace) -> int:
+    from harness import listing
+
+    return listing.cases(sys.stdout)
+
+
+def _list_components(args: argparse.Namespace) -> int:
+    from harness import listing
+
+    return listing.components(_case(args), sys.stdout)
+
+
+def _report(args: argparse.Namespace) -> int:
+    html, junit = _output("--html", args.html), _output("--junit", args.junit)
+    from harness.views import show
+
+    return show(Path(args.run), html, junit, sys.stdout)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from harness.doctor import doctor
+
+    return doctor(sys.stdout)

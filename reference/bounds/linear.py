@@ -1,0 +1,76 @@
+"""Matrix products: fp32 accumulation in any order, and weights that the plan rounds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .algebra import Spread, V, exact, rounding_error
+
+#: Prefix sums are looked at after at most this many equal blocks of the reduction.
+_BLOCKS = 16
+
+
+def contract(a: Tensor, b: Tensor) -> Spread:
+    """a [..., M, K] times b [..., N, K] transposed, with the error of fp32 accumulation.
+
+    A sum of K products rounds each partial sum S_i once, an error of at most v |S_i|, so sum of squares v^2 sum S_i^2.
+    The order is not known (SIMD lanes, tiles, split-K, threads), hence
+
+        var = v^2 K (1 + K / 4096) (max_blocks S^2 + sum (ab)^2).
+
+    * max S^2 over the prefixes of the natural order: what blockwise and lane-wise orders see, and what matters under
+      structured cancellation (one half of K cancels the other: S is large, y is small);
+    * sum (ab)^2: the expected square of a partial sum of a *permuted* order, beyond the share of the total, and the
+      rounding of the products themselves where they are not exact;
+    * K / 4096: tensor cores truncate, about once every 16 products and by half an ulp on average, all in one direction:
+      a bias of v S K / 16. Five times v S K / 64 covers it with room, and 1/64^2 = 1/4096.
+
+    The plain sum is v K sum |ab| (Higham, section 3.1), taken through Cauchy-Schwarz as v K sqrt(K sum (ab)^2).
+    """
+    k = a.shape[-1]
+    step = max(1, -(-k // _BLOCKS))
+    y = torch.zeros((), dtype=torch.float64, device=a.device)
+    peak = y
+    for start in range(0, k, step):
+        y = y + a[..., start : start + step] @ b[..., start : start + step].mT
+        peak = torch.maximum(peak, y.abs())
+    squares = (a * a) @ (b * b).mT
+    return Spread(y, V**2 * k * (1 + k / 4096) * (peak * peak + squares), V * k * (k * squares).sqrt())
+
+
+def linear(x: Spread, weight: Tensor, weight_dtype: str) -> Spread:
+    """x [..., K] times weight [N, K] transposed.
+
+    Errors of x are independent between channels and pass through the squares (and absolute values) of the weight. A
+    weight that the plan rounds is a known number, so its error e is known as well:
+
+        var += (sum x e)^2 + sum (x e)^2,
+
+    the error that rounding to nearest makes, and the independent sum beside it so that the bound does not close where
+    that error happens to cancel (a decoder that rounds twice moves single weights). It matters that e is taken as it
+    is: NVFP4 weights of one tensor have about a dozen distinct mantissas, their relative errors are equal in whole
+    classes, and a representable weight has none. Two roundings of the result (scales applied after the sum, alpha)
+    are added.
+    """
+    out = contract(x.y, weight)
+    out = out.plus(V * out.y.abs(), V * out.y.abs())
+    var, lin = out.var, out.lin
+    if bool((x.lin != 0).any()):
+        var, lin = var + x.var @ (weight * weight).mT, lin + x.lin @ weight.abs().mT
+    error = rounding_error(weight, weight_dtype)
+    if bool((error != 0).any()):
+        squares = (x.y * x.y) @ (error * error).mT
+        var = var + (x.y @ error.mT) ** 2 + squares
+        lin = lin + (weight.shape[-1] * squares).sqrt()
+    return Spread(out.y, var, lin)
+
+
+def grouped(x: Tensor, weight: Tensor, groups: int, weight_dtype: str) -> Spread:
+    """Block-diagonal product: x [..., G * K] and weight [G * N, K] give [..., G, N] (the output projection's o_a)."""
+    rows = x.reshape(-1, groups, x.numel() // (groups * max(1, x.shape[:-1].numel())))
+    parts = [linear(exact(rows[:, g]), w, weight_dtype) for g, w in enumerate(weight.chunk(groups, 0))]
+    shape = (*x.shape[:-1], groups, weight.shape[0] // groups)
+    return Spread(
+        *(torch.stack([getattr(p, part) for p in parts], 1).reshape(shape) for part in ("y", "var", "lin")),
+    )
