@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cases.checkpoints import formats
 from cases.checkpoints.layout import Layout
-from cases.checkpoints.manifest import Part, Spec, parts, stored_as
+from cases.checkpoints.manifest import Part, parts, stored_as
 from cases.checkpoints.model import Model, model
-from cases.checkpoints.quantization import config_json, documents
+from cases.checkpoints.quantization import config_json, documents, tokenizer
 from cases.checkpoints.synthesis import Synthesis
 from cases.checkpoints.write import Planned, Writer, write_checkpoint
 
@@ -28,33 +28,33 @@ def make(
     *,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
-) -> Model:
+) -> int:
     """Write ``target`` with random values for ``config`` (DeepSeek's form; its draft block is written if it has one).
 
     The values depend on the seed and the names alone: two layouts of one seed hold the same model, each as closely as
-    its formats allow. UsageError when the folder cannot be written.
+    its formats allow. A model with the bundled checkpoint's vocabulary gets its tokenizer. Returns the tensors' bytes;
+    UsageError when the folder cannot be written.
     """
     sizes = model(config)
     source = Synthesis(sizes, seed)
     groups = plan(sizes, layout)
-    documented = {"config.json": config_json(config, layout), **documents(layout)}
+    documented = {"config.json": config_json(config, layout), **documents(layout), **tokenizer(sizes.vocab)}
 
     def produce(writer: Writer) -> None:
         for part in parts(sizes, layout.drafts):
             _put(writer, part, layout, sizes, source)
 
-    write_checkpoint(target, [planned for _, planned in groups], produce, documented, shard_bytes)
-    return sizes
+    write_checkpoint(target, groups, produce, documented, shard_bytes)
+    return sum(planned.nbytes for group in groups for planned in group)
 
 
-def plan(sizes: Model, layout: Layout) -> list[tuple[Part, list[Planned]]]:
+def plan(sizes: Model, layout: Layout) -> list[list[Planned]]:
     """The tensors of every part, in the order in which they are written."""
-    found = []
-    for part in parts(sizes, layout.drafts):
-        planned = [Planned(spec.name, spec.dtypes[0], spec.shape) for spec in stored_as(part, sizes, layout)]
-        if planned:
-            found.append((part, planned))
-    return found
+    found = (
+        [Planned(spec.name, spec.dtypes[0], spec.shape) for spec in stored_as(part, sizes, layout)]
+        for part in parts(sizes, layout.drafts)
+    )
+    return [group for group in found if group]
 
 
 def encode(part: Part, form: str, w: Tensor, amax: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -94,9 +94,5 @@ def _put(writer: Writer, part: Part, layout: Layout, sizes: Model, source: Synth
     if "input_scale" in specs:
         given = source.input_scale(part)
         stored["input_scale"] = (1.0 / given).reshape(1) if form == "nvfp4-ct" else given
-    _put_all(writer, specs, stored)
-
-
-def _put_all(writer: Writer, specs: Mapping[str, Spec], stored: Mapping[str, Tensor]) -> None:
     for role, tensor in stored.items():
         writer.put(specs[role].name, tensor)

@@ -124,6 +124,16 @@ def _compressed_tensors(layout: Layout) -> dict[str, Any]:
     }
 
 
+def tokenizer(vocabulary: int) -> dict[str, Any]:
+    """The bundled checkpoint's tokenizer files for a model with its vocabulary; none for another."""
+    bundled = Path(__file__).parent.parent / "tiny"
+    config = read_document(bundled / "config.json") or {}
+    if config.get("vocab_size") != vocabulary:
+        return {}
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return {name: found for name in names if (found := read_document(bundled / name)) is not None}
+
+
 def read_document(path: Path) -> Any:
     """A JSON file, or None where it is missing or broken."""
     try:
