@@ -155,11 +155,9 @@ def _check_quantization(path: Path, value: object) -> None:
     size = value.get("group_size", 16)
     if size != 16:
         raise UsageError(f"{path}: expected quantization_config.group_size 16 (NVFP4), came {size!r}; export as NVFP4")
-    if value.get("quant_method") == "compressed-tensors":
-        raise UsageError(
-            f"{path}: expected ModelOpt NVFP4, came quant_method 'compressed-tensors', whose global scale is the "
-            "reciprocal; export with ModelOpt or convert the scales"
-        )
+    tile = value.get("weight_block_size", [128, 128])
+    if tile != [128, 128]:
+        raise UsageError(f"{path}: expected quantization_config.weight_block_size [128, 128] (FP8), came {tile!r}")
 
 
 def _typed(path: Path, keywords: dict[str, Any]) -> Geometry:

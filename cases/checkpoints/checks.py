@@ -180,7 +180,9 @@ class Checks:
         if name is None:
             leaf = "input_global_scale" if reciprocal else "input_scale"
             missing = f"{beside.rsplit('.', 1)[0]}.{leaf}"
-            self._say("input scale missing", part, missing, "expected a calibrated scale, came none (weights only)", _W4A4)
+            self._say(
+                "input scale missing", part, missing, "expected a calibrated scale, came none (weights only)", _W4A4
+            )
             return None
         value = float(self.folder.tensor(name).float().flatten()[0])
         if not 0 < value < float("inf"):
@@ -205,7 +207,9 @@ class Checks:
             return
         other_name, other_value, other_given = other
         if value != other_value:
-            text = f"expected the scale of {other_name}, {other_value:.6g}, came {value:.6g} ({value / other_value:.4g} x)"
+            text = (
+                f"expected the scale of {other_name}, {other_value:.6g}, came {value:.6g} ({value / other_value:.4g} x)"
+            )
             effect = "a fused gate and up GEMM has one scale: the other half is off by that factor"
             self._say("gate and up scales differ", part, name, text, effect)
         elif None not in (given, other_given) and given != other_given:
@@ -216,7 +220,9 @@ class Checks:
         count = int(bad.sum())
         if count:
             where = bad.nonzero()[0].tolist()
-            self._say(kind, part, name, f"expected {expected}, came {count} of {bad.numel()} (first at {where})", effect)
+            self._say(
+                kind, part, name, f"expected {expected}, came {count} of {bad.numel()} (first at {where})", effect
+            )
 
 
 _NAN = "NaN in this layer's output and in every later one"

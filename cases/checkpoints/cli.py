@@ -1,4 +1,4 @@
-"""``harness checkpoint make | convert | inspect | verify``. Parsing only; torch is imported by the command that runs."""
+"""``harness checkpoint make | convert | inspect | verify``. The command that runs imports torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     make.add_argument("--layers", metavar="0-3|0,2,3", help="only these of the config's layers, renumbered from 0")
     make.add_argument("--experts", metavar="E", help="only this many routed experts a layer")
     make.add_argument("--seed", metavar="N", default="0")
-    make.add_argument("--mtp", action="store_true", help="write the next-token-prediction block too, where it has a place")
+    make.add_argument(
+        "--mtp", action="store_true", help="write the next-token-prediction block too, where it has a place"
+    )
     make.add_argument("--fp8-scales", choices=("e8m0", "f32"), help="dtype of 128 x 128 scales (default: the layout's)")
     _common(make, _make, shard=True)
 
@@ -67,7 +69,9 @@ def _make(args: argparse.Namespace) -> int:
     if args.fp8_scales:
         layout = replace(layout, fp8_scale={"e8m0": "F8_E8M0", "f32": "F32"}[args.fp8_scales])
     if args.mtp and not layout.drafts:
-        raise UsageError(f"--mtp: expected a layout with DeepSeek's names, came {args.layout}, which has no place for it")
+        raise UsageError(
+            f"--mtp: expected a layout with DeepSeek's names, came {args.layout}, which has no place for it"
+        )
     chosen = cut(config, layers, experts, args.mtp)
     seed, shard_bytes = _whole("--seed", args.seed, 0), _shard_bytes(args)
     from cases.checkpoints.make import make

@@ -46,8 +46,8 @@ class Outcome:
         if self.exact == self.tensors:
             return f"{self.what}: exact ({self.tensors} tensors)"
         return (
-            f"{self.what}: {self.exact} of {self.tensors} tensors exact; the others differ by at most {self.error:.2e} of "
-            f"the largest value (RMS {self.rms:.2e} of the matrix')"
+            f"{self.what}: {self.exact} of {self.tensors} tensors exact; the others differ by at most {self.error:.2e} "
+            f"of the largest value (RMS {self.rms:.2e} of the matrix')"
         )
 
 
@@ -81,7 +81,7 @@ class Conversion:
 
 
 def convert(path: Path, target: Path, layout: Layout, shard_bytes: int = SHARD_BYTES) -> Conversion:
-    """Write ``target`` as ``path`` in ``layout``. UsageError for a source that is not whole, or an unwritable target."""
+    """Write ``target`` as ``path`` in ``layout``. UsageError for a source that is not whole or a bad target."""
     config = read_config(path)
     sizes = model(config, str(path / "config.json"))
     folder = open_folder(path)
@@ -114,7 +114,7 @@ def convert(path: Path, target: Path, layout: Layout, shard_bytes: int = SHARD_B
     write_checkpoint(target, groups, produce, documented, shard_bytes)
     if work.uncalibrated:
         report.notes.append(
-            f"input scales: {work.uncalibrated} written as 1.0, for the source has none; calibrate before 4-bit activations"
+            f"input scales: {work.uncalibrated} written as 1.0, the source has none; calibrate before 4-bit activations"
         )
     return report
 
@@ -165,7 +165,11 @@ class _Work:
 
     def _what(self, part: Part, form: str) -> str:
         before = self.source.form(part)
-        return f"{part.family}, {part.leaf}: {before} -> {form}" if not part.linear else f"{part.linear}: {before} -> {form}"
+        return (
+            f"{part.family}, {part.leaf}: {before} -> {form}"
+            if not part.linear
+            else f"{part.linear}: {before} -> {form}"
+        )
 
     def _plain(self, part: Part, dtype: torch.dtype) -> Tensor:
         before = self.source.values(part)

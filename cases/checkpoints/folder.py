@@ -106,7 +106,9 @@ class Folder:
             raise UsageError(f"{self.path / self.where[name]}: {name}: expected a dtype of V4, came {stored.dtype}")
         data = self.read(name)
         dtype = DTYPES[stored.dtype]
-        return torch.frombuffer(data, dtype=dtype).view(stored.shape) if data else torch.empty(stored.shape, dtype=dtype)
+        return (
+            torch.frombuffer(data, dtype=dtype).view(stored.shape) if data else torch.empty(stored.shape, dtype=dtype)
+        )
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """``count`` rows (leading axis) of a tensor from row ``first``."""
@@ -138,7 +140,9 @@ def open_folder(path: Path) -> Folder:
     for name in files:
         if name not in named:
             folder.problems.append(
-                Problem("dangling shard", name, f"expected {INDEX} to name it, came no tensor placed in it: never loaded")
+                Problem(
+                    "dangling shard", name, f"expected {INDEX} to name it, came no tensor placed in it: never loaded"
+                )
             )
     if folder.index is not None:
         _compare_index(folder, folder.index)
@@ -184,7 +188,9 @@ def _read_index(folder: Folder) -> dict[str, str] | None:
         else:
             good[name] = shard
     for shard, names in outside.items():
-        text = f"expected the name of a .safetensors file in the folder, came {shard[:120]!r}{_more(names)}: not followed"
+        text = (
+            f"expected the name of a .safetensors file in the folder, came {shard[:120]!r}{_more(names)}: not followed"
+        )
         folder.problems.append(Problem("index", names[0], text))
     metadata = raw.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None

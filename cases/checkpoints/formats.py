@@ -20,6 +20,8 @@ GLOBAL = E2M1_MAX * E4M3_MAX
 BIAS = 127  # of E8M0: byte b stands for 2^(b - 127); byte 255 is NaN
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: 2^e as float64 for e in -300..300: torch's ldexp and exp2 go through pow, which need not be exact
+_POWERS = torch.tensor([2.0**e for e in range(-300, 301)], dtype=torch.float64)
 #: midpoints between neighbouring codes go to the even mantissa: up at the first, down at the second
 _UP, _DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
@@ -56,6 +58,11 @@ def unpack(packed: Tensor) -> Tensor:
     return table[byte].flatten(-2)
 
 
+def power(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exactly."""
+    return _POWERS[exponent.to(torch.int64) + 300]
+
+
 def e8m0(exponent: Tensor) -> Tensor:
     """2^exponent as float8_e8m0fnu, built from the integer (a cast would round, and turn 0 into 2^-127)."""
     return (exponent + BIAS).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -66,8 +73,7 @@ def scale_values(scale: Tensor) -> Tensor:
     if scale.dtype != torch.float8_e8m0fnu:
         return scale.to(torch.float64)
     byte = scale.view(torch.uint8).to(torch.int32)
-    value = torch.ldexp(torch.ones(byte.shape, dtype=torch.float64), byte - BIAS)
-    return torch.where(byte == 255, torch.nan, value)
+    return torch.where(byte == 255, torch.nan, power(byte - BIAS))
 
 
 def encode_nvfp4(w: Tensor, amax: Tensor) -> Nvfp4:
@@ -101,7 +107,7 @@ def encode_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 [N, K/2], E8M0 [N, K/32]); the smallest power of two by which no element saturates."""
     blocks = w.unflatten(-1, (-1, 32))
     exponent = _ceil_log2(blocks.abs().amax(-1), E2M1_MAX)
-    codes = e2m1_codes(torch.ldexp(blocks, -exponent.unsqueeze(-1)))
+    codes = e2m1_codes((blocks * power(-exponent).unsqueeze(-1)).float())
     return pack(codes.flatten(-2)).view(torch.int8), e8m0(exponent)
 
 
@@ -118,7 +124,7 @@ def encode_fp8(w: Tensor, scale_dtype: str) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax((1, 3))
     if scale_dtype == "F8_E8M0":
         exponent = _ceil_log2(amax, E4M3_MAX)
-        step, scale = torch.ldexp(torch.ones_like(amax), exponent), e8m0(exponent)
+        step, scale = power(exponent).float(), e8m0(exponent)
     else:
         scale = torch.where(amax == 0, 1.0, amax / E4M3_MAX)
         scale = scale.to(torch.bfloat16) if scale_dtype == "BF16" else scale
@@ -144,12 +150,14 @@ def cast_mxfp4_to_nvfp4(packed: Tensor, scale: Tensor, top: int) -> Nvfp4 | None
     shifted = exponent - (top - 8)
     if int(shifted.min()) < -9 or int(shifted.max()) > 8 or not -126 <= top - 8 <= 127:
         return None
-    blocks = torch.ldexp(torch.ones(shifted.shape), shifted).to(torch.float8_e4m3fn)
-    scale_2 = torch.ldexp(torch.ones(()), torch.tensor(top - 8))
+    blocks = power(shifted).to(torch.float8_e4m3fn)
+    scale_2 = power(torch.tensor(top - 8)).float()
     return Nvfp4(packed.view(torch.uint8), blocks.repeat_interleave(2, -1), scale_2)
 
 
-def cast_nvfp4_to_mxfp4(packed: Tensor, scale: Tensor, scale_2: Tensor, reciprocal: bool) -> tuple[Tensor, Tensor] | None:
+def cast_nvfp4_to_mxfp4(
+    packed: Tensor, scale: Tensor, scale_2: Tensor, reciprocal: bool
+) -> tuple[Tensor, Tensor] | None:
     """The same values as MXFP4, or None where the scales are no powers of two or two neighbours differ."""
     whole = scale_2.to(torch.float64).reshape(())
     steps = scale.to(torch.float64) / whole if reciprocal else scale.to(torch.float64) * whole

@@ -175,10 +175,8 @@ def detect(dtypes: Mapping[str, str]) -> Layout | None:
                     scales[dtypes[stem + leaf]] += 1
     if not families:
         return None
-    if families["hf"]:  # two stacked tensors a layer are outnumbered by anything
-        family = "hf"
-    else:
-        family = families.most_common(1)[0][0]
+    # Two stacked tensors a layer are outnumbered by anything.
+    family = "hf" if families["hf"] else families.most_common(1)[0][0]
     forms = {kind: _most(found, "plain") for kind, found in votes.items()}
     if not votes["indexer query"]:
         forms["indexer query"] = forms["attention"]

@@ -96,7 +96,9 @@ def model(config: Mapping[str, Any], where: str = "config.json") -> Model:
     if type(draft) is not int or draft < 0:
         raise _bad(where, "num_nextn_predict_layers", "an integer >= 0", draft)
     _check_ropes(config, where)
-    found = Model(**sizes, ratios=_ratios(config, layers, draft, where), hashed=_hashed(config, layers, where), draft=draft)
+    found = Model(
+        **sizes, ratios=_ratios(config, layers, draft, where), hashed=_hashed(config, layers, where), draft=draft
+    )
     if found.heads * found.head % found.groups:
         raise _bad(where, "o_groups", "a divisor of num_attention_heads * head_dim", found.groups)
     if found.top_k > found.experts:
@@ -165,7 +167,9 @@ def _ratios(config: Mapping[str, Any], layers: int, draft: int, where: str) -> t
         lengths = sorted({layers, layers + draft})
         if not isinstance(ratios, list) or len(ratios) not in lengths:
             wanted = f"a list of {' or '.join(map(str, lengths))} entries"
-            raise _bad(where, "compress_ratios", wanted, f"{len(ratios)} entries" if isinstance(ratios, list) else ratios)
+            raise _bad(
+                where, "compress_ratios", wanted, f"{len(ratios)} entries" if isinstance(ratios, list) else ratios
+            )
         if bad := [r for r in ratios if type(r) is not int or r not in ATTENTION]:
             raise _bad(where, "compress_ratios", "entries 0, 4 or 128", bad[0])
         found.append(tuple(ratios[:layers]))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from cases.checkpoints import formats
@@ -81,7 +80,9 @@ class Source:
     def _name(self, spec: Spec) -> str:
         name = next((n for n in spec.names if n in self.folder.where), None)
         if name is None:
-            raise UsageError(f"{self.folder.path}: expected {spec.name}, came no such tensor; verify the checkpoint first")
+            raise UsageError(
+                f"{self.folder.path}: expected {spec.name}, came no such tensor; verify the checkpoint first"
+            )
         return name
 
     def _checked(self, spec: Spec, name: str) -> str:

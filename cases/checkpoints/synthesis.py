@@ -64,7 +64,7 @@ class Synthesis:
         return torch.maximum(top, other.abs().max())
 
     def input_scale(self, part: Part) -> Tensor:
-        """float32 []: a calibrated activation maximum over (6 * 448); the same for gate and up, which share an input."""
+        """float32 []: a calibrated activation maximum over 6 * 448; one for gate and up, which share an input."""
         leaf = "w1" if part.leaf == "w3" else part.leaf
         g = self._stream(f"{part.stem.removesuffix(part.leaf)}{leaf}.input")
         return 8.0 * torch.exp(0.4 * torch.randn((), generator=g)) / GLOBAL

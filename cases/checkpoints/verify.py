@@ -64,7 +64,9 @@ def verify(path: Path, values: bool = True) -> Report:
     layout = detect(folder.dtypes())
     if layout is None:
         some = next(iter(folder.where), "none")
-        raise UsageError(f"{path}: expected tensors of DeepSeek-V4 layers, came none ({some}, ...); give a V4 checkpoint")
+        raise UsageError(
+            f"{path}: expected tensors of DeepSeek-V4 layers, came none ({some}, ...); give a V4 checkpoint"
+        )
     found = Findings()
     for problem in folder.problems:
         found.add(problem.kind, problem.where, problem.text, FILE_EFFECTS[problem.kind])
@@ -116,11 +118,19 @@ def _match(folder: Folder, part: Part, specs: list[Spec], found: Findings, lost:
         tensor = folder.stored(name)
         if tensor.dtype not in spec.dtypes:
             text = f"expected {' or '.join(spec.dtypes)}, came {tensor.dtype}"
-            found.add("wrong dtype", name, text, "refused, or read as other numbers", f"{part.family} {part.leaf} {spec.role}")
+            found.add(
+                "wrong dtype", name, text, "refused, or read as other numbers", f"{part.family} {part.leaf} {spec.role}"
+            )
             good = False
         if tensor.shape != spec.shape:
             text = f"expected shape {list(spec.shape)} from config.json, came {list(tensor.shape)}"
-            found.add("wrong shape", name, text, "refused, or read with other strides", f"{part.family} {part.leaf} {spec.role}")
+            found.add(
+                "wrong shape",
+                name,
+                text,
+                "refused, or read with other strides",
+                f"{part.family} {part.leaf} {spec.role}",
+            )
             good = False
         good = good and folder.readable(name)
     if missing:
