@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidRun as error:
         print(f"harness: INVALID: {' '.join(str(error).split())}", file=sys.stderr)
         return INVALID
+    except KeyboardInterrupt:  # outside a run, which keeps its records and ends by itself
+        print("harness: interrupted", file=sys.stderr)
+        return INVALID
     except SystemExit as stop:  # argparse's --help and --version
         return stop.code if isinstance(stop.code, int) else 0
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from production.checkpoint import Reader, load, verify
-from production.component import Call
 from production.config import ModelConfig, read_config
 from production.errors import ProductionError
 from production.graph import assemble
@@ -40,7 +39,7 @@ def model(
     """
     if dtype not in DTYPES:
         raise ProductionError("dtype", expected=" or ".join(map(repr, DTYPES)), came=repr(dtype))
-    where = torch.device(device)
+    where = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as tensors say it
     config = read_config(checkpoint)
     wanted = _layers(config, layers)
     leaves = stage_leaves(config)
@@ -87,7 +86,7 @@ class _Step:
     drop: tuple[str, ...]  # wires that no later stage reads
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """Stages in execution order, and the forward pass over them."""
 
@@ -98,6 +97,9 @@ class Model:
     device: torch.device
     layers: tuple[int, ...]
     _steps: list[_Step] = field(init=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Model({self.provenance['checkpoint']}, {self.dtype}, layers {list(self.layers)}, {self.device})"
 
     def __post_init__(self) -> None:
         self._steps = _schedule(self.stages)
@@ -124,10 +126,9 @@ class Model:
         """
         require_plain_fp32("forward")
         wires = self._case(input_ids, positions, lengths)
-        call = Call(detail=tap is not None)
         for step in self._steps:
             stage = step.stage
-            outputs = stage.execute({arg: wires[wire] for arg, wire in stage.inputs.items()}, stage.params, call)
+            outputs = stage.execute({arg: wires[wire] for arg, wire in stage.inputs.items()}, detail=tap is not None)
             if tap is not None:
                 tap(stage.name, outputs)
             for name, wire in step.keep:

@@ -115,7 +115,7 @@ def verify(reader: Reader, leaves: Mapping[str, Iterable[Leaf]]) -> tuple[dict[s
             raise ProductionError(stage, expected="one format for all of a stage's projections", came=came)
         formats.update((stage, form) for form in found)
 
-    if missing := [name for name in expected if name not in reader.headers]:
+    if missing := [name for name, header in expected.items() if header and name not in reader.headers]:
         fix = "only DeepSeek's native tensor names are read"
         raise ProductionError(where, expected=f"{len(expected)} tensors", came=f"none named {_some(missing)}", fix=fix)
     aside = sum(name.startswith(SET_ASIDE) for name in reader.headers)

@@ -210,8 +210,7 @@ def _layer_kinds(keys: Keys, layers: int) -> tuple[int, int, tuple[str, ...]]:
         # The entries after num_hidden_layers belong to the draft module, not to a last dense layer.
         lengths = {layers, layers + draft} if isinstance(draft, int) else {layers}
         if not isinstance(ratios, list) or len(ratios) not in lengths:
-            came = f"{len(ratios)} entries" if isinstance(ratios, list) else ratios
-            raise keys.error("compress_ratios", f"a list of {' or '.join(map(str, sorted(lengths)))} entries", came)
+            raise keys.wrong_length("compress_ratios", ratios, *lengths)
         ratios = ratios[:layers]
         if bad := [r for r in ratios if isinstance(r, bool) or r not in KIND_OF_RATIO]:
             raise keys.error("compress_ratios", "entries 0, 4 or 128", bad[0])
@@ -221,8 +220,7 @@ def _layer_kinds(keys: Keys, layers: int) -> tuple[int, int, tuple[str, ...]]:
             raise keys.error("compress_rates", "4 and 128, as compress_ratios says", rates)
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
-            came = f"{len(types)} entries" if isinstance(types, list) else types
-            raise keys.error("layer_types", f"a list of {layers} entries", came)
+            raise keys.wrong_length("layer_types", types, layers)
         if bad := [t for t in types if t not in KIND_OF_TYPE]:
             raise keys.error("layer_types", f"entries among {', '.join(KIND_OF_TYPE)}", bad[0])
         found.append(tuple(KIND_OF_TYPE[t] for t in types))
@@ -235,8 +233,10 @@ def _router_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     names = {"hash_moe": "hash", "moe": "dense"}
     hashed, types = keys.take("num_hash_layers"), keys.take("mlp_layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) != layers or set(types) - set(names):
-            raise keys.error("mlp_layer_types", f"{layers} entries among {', '.join(names)}", types)
+        if not isinstance(types, list) or len(types) != layers:
+            raise keys.wrong_length("mlp_layer_types", types, layers)
+        if bad := [t for t in types if t not in names]:
+            raise keys.error("mlp_layer_types", f"entries among {', '.join(names)}", bad[0])
         return tuple(names[t] for t in types)
     if not isinstance(hashed, int) or isinstance(hashed, bool) or hashed < 0:
         raise keys.error("num_hash_layers", "an integer >= 0 (or mlp_layer_types)", hashed)

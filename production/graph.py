@@ -113,11 +113,11 @@ def _attention(graph: Graph, layer: int, x: str) -> str:
     tables = "main" if kind == "sliding" else "compress"
 
     def linear(name: str, source: str, x_dims: str, y: str, y_dims: str, *tail: int) -> str:
-        settings = {"x_dims": x_dims, "y_name": y, "y_dims": y_dims, "tail": tail}
+        settings: dict[str, Any] = {"x_dims": x_dims, "y_name": y, "y_dims": y_dims, "tail": tail}
         return f"{graph.add(name, 'linear', None, {'x': source}, layer=layer, **settings)}.{y}"
 
     def rotation(name: str, port: str, source: str, dims: str, *, inverse: bool = False) -> str:
-        settings = {"table": tables, "inverse": inverse, "x_name": port, "dims": dims}
+        settings: dict[str, Any] = {"table": tables, "inverse": inverse, "x_name": port, "dims": dims}
         return f"{graph.add(name, 'rotation', 'interleaved', {port: source, **TABLES}, layer=layer, **settings)}.{port}"
 
     q_a = linear("q_a", x, "B S d", "q_a", "B S QL", c.q_lora_rank)
@@ -131,7 +131,7 @@ def _attention(graph: Graph, layer: int, x: str) -> str:
     wires["kv"] = rotation("kv_rope", "kv", kv, "B S D")
 
     position = {"positions": "case.positions"}
-    pooling = {"compress_rate": rate, "rms_norm_eps": eps, "rope": c.compress_rope}
+    pooling: dict[str, Any] = {"compress_rate": rate, "rms_norm_eps": eps, "rope": c.compress_rope}
     if kind != "sliding":
         name = graph.add("compressor", "compressor", kind, {"x": x, **position}, layer=layer, **pooling)
         wires["compressed"] = f"{name}.keys"
@@ -149,7 +149,7 @@ def _attention(graph: Graph, layer: int, x: str) -> str:
         )
         wires["picks"] = f"{name}.picks"
     wires |= {**position, "lengths": "case.lengths"}
-    core = {"layer_kind": kind, "sliding_window": c.sliding_window, "compress_rate": rate}
+    core: dict[str, Any] = {"layer_kind": kind, "sliding_window": c.sliding_window, "compress_rate": rate}
     out = f"{graph.add('attn_core', 'attention', 'sink', wires, layer=layer, **core)}.out"
     out = rotation("attn_unrope", "out", out, "B S H D", inverse=True)
     o_a = f"{graph.add('o_a', 'grouped_linear', None, {'out': out}, layer=layer, o_groups=c.o_groups)}.o_a"
@@ -167,7 +167,7 @@ def _ffn(graph: Graph, layer: int, x: str) -> str:
         num_experts_per_tok=c.num_experts_per_tok,
         routed_scaling_factor=c.routed_scaling_factor,
     )
-    limit = {"layer": layer, "swiglu_limit": c.swiglu_limit}
+    limit: dict[str, Any] = {"layer": layer, "swiglu_limit": c.swiglu_limit}
     wires = {"x": x, "weights": f"{router}.weights", "picks": f"{router}.picks"}
     routed = graph.add("experts", "experts", None, wires, **limit)
     shared = graph.add("shared_expert", "shared_expert", None, {"x": x}, **limit)
@@ -178,5 +178,5 @@ def _ffn(graph: Graph, layer: int, x: str) -> str:
 def _norm(
     graph: Graph, name: str, source: str, dims: str, *, layer: int | None = None, x: str = "x", y: str = "x"
 ) -> str:
-    settings = {"rms_norm_eps": graph.config.rms_norm_eps, "x_name": x, "y_name": y, "dims": dims}
+    settings: dict[str, Any] = {"rms_norm_eps": graph.config.rms_norm_eps, "x_name": x, "y_name": y, "dims": dims}
     return graph.add(name, "norm", "rms", {x: source}, layer=layer, **settings)

@@ -68,5 +68,10 @@ class Keys:
         came = "no such key" if value is None else repr(value)
         return ProductionError(f"{self.where}: {key}", expected=expected, came=came, fix=fix)
 
+    def wrong_length(self, key: str, value: Any, *lengths: int) -> ProductionError:
+        expected = f"a list of {' or '.join(map(str, sorted(lengths)))} entries"
+        came = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+        return ProductionError(f"{self.where}: {key}", expected=expected, came=came)
+
     def unread(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.raw) - self.read - IGNORED))

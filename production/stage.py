@@ -76,13 +76,21 @@ class Stage:
     ) -> dict[str, Tensor]:
         """Compute every output. ``params`` overrides parameters by name; ``replay`` gives picks to use."""
         require_plain_fp32(self.name)
-        return self.execute(inputs, self._merged(params), Call(picks=self._replayed(replay)))
+        return self.execute(inputs, params=params, replay=replay)
 
-    def execute(self, inputs: Mapping[str, Tensor], params: Params, call: Call) -> dict[str, Tensor]:
-        """Check the inputs and compute. ``Model.forward`` calls this with ``detail`` off."""
-        check_inputs(self, self.op.takes, inputs)
+    def execute(
+        self,
+        inputs: Mapping[str, Tensor],
+        *,
+        detail: bool = True,
+        params: Mapping[str, Tensor] | None = None,
+        replay: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """``run`` without its look at the global precision; ``Model.forward`` looks once, and may turn detail off."""
+        sizes = check_inputs(self, self.op.takes, inputs)
+        call = Call(detail=detail, picks=self._replayed(replay, sizes))
         with torch.no_grad():
-            return self.op.compute(params, call, **inputs)
+            return self.op.compute(self._merged(params), call, **inputs)
 
     def _merged(self, params: Mapping[str, Tensor] | None) -> Params:
         if not params:
@@ -96,7 +104,7 @@ class Stage:
                 raise ProductionError(f"{self.name}: params {name}", expected=describe(own), came=describe(tensor))
         return {**self.params, **params}
 
-    def _replayed(self, replay: Mapping[str, Tensor] | None) -> Tensor | None:
+    def _replayed(self, replay: Mapping[str, Tensor] | None, sizes: dict[str, int]) -> Tensor | None:
         if not replay:
             return None
         name = self.op.replays
@@ -104,7 +112,7 @@ class Stage:
             expected = f"only {name!r}" if name else "nothing: this stage chooses nothing"
             raise ProductionError(f"{self.name}: replay", expected=expected, came=", ".join(replay))
         own = self.op.gives[name]
-        check_tensor(self, f"replay {name}", Port(own.dims, own.dtypes), replay[name], {})
+        check_tensor(self, f"replay {name}", own, replay[name], sizes)
         return replay[name]
 
 
@@ -124,8 +132,8 @@ class DirectStage(Stage):
             return op.direct(**used)  # type: ignore[attr-defined, no-any-return]
 
 
-def check_inputs(stage: Stage, takes: Mapping[str, Port], inputs: Mapping[str, Tensor]) -> None:
-    """Names, dtypes, dims and device, before anything is computed."""
+def check_inputs(stage: Stage, takes: Mapping[str, Port], inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """Names, dtypes, dims and device, before anything is computed; returns the sizes of the free dims."""
     if inputs.keys() != takes.keys():
         missing = [f"{n} (wire {stage.inputs[n]})" for n in takes if n not in inputs]
         came = ", ".join(inputs) or "none"
@@ -138,6 +146,7 @@ def check_inputs(stage: Stage, takes: Mapping[str, Port], inputs: Mapping[str, T
     bound: dict[str, int] = {}
     for name, p in takes.items():
         check_tensor(stage, f"input {name}", p, inputs[name], bound)
+    return bound
 
 
 def check_tensor(stage: Stage, what: str, p: Port, tensor: Tensor, bound: dict[str, int]) -> None:

@@ -37,36 +37,38 @@ def _lifted(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-class NothingNarrow(TorchDispatchMode):
+class NothingNarrow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises InvalidRun, naming the operator, when a narrow float tensor goes into or comes out of one."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in _tensors((args, kwargs, result)):
-            if value.dtype in NARROW:
-                raise InvalidRun(
-                    f"the float64 oracle met {str(value.dtype).removeprefix('torch.')} {list(value.shape)} in {func}: "
-                    "its values would not be exact"
-                )
+        _refuse_narrow(args, func)
+        _refuse_narrow(kwargs, func)
+        _refuse_narrow(result, func)
         return result
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _refuse_narrow(tree: Any, func: Any) -> None:
     if isinstance(tree, Tensor):
-        yield tree
+        if tree.dtype in NARROW:
+            raise InvalidRun(
+                f"the float64 oracle met {str(tree.dtype).removeprefix('torch.')} {list(tree.shape)} in {func}: "
+                "its values would not be exact"
+            )
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors(item)
+            _refuse_narrow(item, func)
     elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+        for item in tree.values():
+            _refuse_narrow(item, func)
 
 
 @contextmanager
 def float64() -> Iterator[None]:
     """Run the modules of a float64 model entirely in float64, or raise InvalidRun."""
-    with torch.no_grad(), NothingNarrow(), Lift():
+    with torch.no_grad(), NothingNarrow(), Lift():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -55,10 +55,15 @@ class OracleStage:
         **inputs: Tensor,
     ) -> dict[str, Tensor]:
         """As the reference stage's ``run``, in float64; InvalidRun if an operator met a narrower float."""
-        wide = {name: upcast(value) for name, value in inputs.items()}
+        return self.evaluate({name: upcast(value) for name, value in inputs.items()}, params, replay)
+
+    def evaluate(
+        self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor] | None, replay: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        """``run`` on inputs that are float64 already."""
         given = {name: upcast(value) for name, value in (params or {}).items()}
         with float64():
-            return self.inner.run(params=given, replay=replay, **wide)
+            return self.inner.run(params=given, replay=replay, **inputs)
 
     def selection(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Scores of every candidate by the name of the picks they decide, ``-inf`` where not eligible."""
@@ -111,7 +116,7 @@ class HFOracle:
                 f"{stage}: expected a stage of this checkpoint, came none; `harness list stages` names them"
             )
         wide = {name: upcast(value) for name, value in inputs.items()}
-        outputs = node.run(replay=given, **wide)
+        outputs = node.evaluate(wide, None, given)
         used = {port.name: outputs[port.name] for port in node.outputs if port.role == "picks"} or given
         outputs |= node.selection(outputs)
         around = spread(node, wide, outputs, plan, used)

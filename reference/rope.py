@@ -1,8 +1,8 @@
 """Inverse rope frequencies in float64, from the definition rather than from transformers' float32 code.
 
 Plain rope turns pair ``i`` of ``2n`` channels by ``base ** (-i/n)`` per position. YaRN keeps the fast pairs (more than
-``beta_fast`` turns over the original context), divides the slow ones (fewer than ``beta_slow`` turns) by ``factor``, and
-blends linearly between; the two ends of the blend are rounded outward to whole pairs.
+``beta_fast`` turns over the original context), divides the slow ones (fewer than ``beta_slow`` turns) by ``factor``,
+and blends linearly between; the two ends of the blend are rounded outward to whole pairs.
 """
 
 from __future__ import annotations

@@ -46,15 +46,17 @@ def picks(chosen: Tensor, judged: Judged, dtype: str = "fp32") -> Picks:
     """Judge ``chosen`` [..., K] against scores [..., C]."""
     lead = tuple(chosen.shape[:-1])
     candidates = judged.value.shape[-1]
-    p = chosen.reshape(-1, chosen.shape[-1]).to(torch.int64)
-    score = judged.value.reshape(-1, candidates)
+    count_rows = math.prod(lead)
+    p = chosen.reshape(count_rows, chosen.shape[-1]).to(torch.int64)
+    score = judged.value.reshape(count_rows, candidates)
     eligible = score > -math.inf
-    b = torch.where(eligible, bound(judged, dtype).reshape(-1, candidates), 0.0)
+    b = torch.where(eligible, bound(judged, dtype).reshape(count_rows, candidates), 0.0)
 
     stray = (p < -1) | (p >= candidates)
     valid = (p >= 0) & ~stray
     count = torch.zeros(p.shape[0], candidates, dtype=torch.int64)
-    count.scatter_add_(1, torch.where(valid, p, 0), valid.to(torch.int64))
+    if candidates:
+        count.scatter_add_(1, torch.where(valid, p, 0), valid.to(torch.int64))
     mine = count > 0
     need = eligible.sum(1).clamp_max(p.shape[1])
     best = torch.zeros_like(mine)

@@ -63,7 +63,13 @@ def build(run: Run) -> Headline:
     verdict, fault = verdict_of(run), first_fault(run)
     title, stage, lead = _words(run, verdict, fault)
     return Headline(
-        verdict, title, stage, tuple(filter(None, lead)), tuple(_steps(run, verdict, fault)), tuple(alerts(run)), closest(run)
+        verdict,
+        title,
+        stage,
+        tuple(filter(None, lead)),
+        tuple(_steps(run, verdict, fault)),
+        tuple(alerts(run)),
+        closest(run),
     )
 
 
@@ -95,12 +101,11 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
     lead = [visible(reason)] if reason else []
     total = plural(len(run.comparisons), "comparison")
     if fault:
-        lead = [_where(fault), visible(fault.reason) if fault.reason else _figures(fault), *lead]
+        why = visible(fault.reason) if fault.reason else _figures(fault)
+        lead = [_where(fault), why, *(line for line in lead if line not in why and why not in line)]
     if verdict == INTERRUPTED:
-        cut = "The file ends in the middle of a record. " if run.truncated else ""
-        none = "" if run.summary else "There is no summary record. "
         of = f" of {run.config.planned:,} planned" if run.config and run.config.planned else ""
-        lead = [f"{cut}{none}{total}{of} on record; nothing here speaks for the rest.", *lead]
+        lead = [f"{total}{of} on record; nothing here speaks for the rest.", *lead]
         return (
             "The run did not finish" + ("; first fault so far:" if fault else ""),
             fault.stage if fault else None,
@@ -116,8 +121,9 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
         near = closest(run, 1)
         if near:
             value, unit = level(near[0])
-            lead.append(f"Closest call: {visible(near[0].stage)} at {num(value, 3)} × its {unit}.")
-        return f"No fault in {total}", None, lead
+            lead.append(f"Closest call: {visible(near[0].stage)} at {times(value)} its {unit}.")
+        others = sum(c.bypass != "production" or c.replaced is not None for c in run.comparisons)
+        return f"No fault in {total}" + (f", {others:,} of them not production's own" if others else ""), None, lead
     return verdict, None, lead
 
 

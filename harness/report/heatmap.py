@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from harness.records import Comparison, Skip, Verdict
 from harness.report.load import Run
-from harness.report.text import num, short, slug, visible
+from harness.report.text import short, slug, visible
 
 MODES = ("local", "free")
 #: upper ends of the colour classes b0 ... b7; the limit, 1, is one of them, so colour never straddles the verdict
@@ -39,7 +39,7 @@ class Cell:
 
     text: str
     classes: str
-    title: str
+    title: str | None  # what no row of the table says
     href: str | None
     mark: str = ""
 
@@ -132,11 +132,11 @@ def _cell(stage: str, mode: str, record: Comparison | Skip | None, fused: Compar
         return Cell("", "none", f"{name} · no record", None)
     if isinstance(record, Skip):
         return Cell("–", "skip", f"{name} · SKIPPED · {visible(record.reason)}", "#skipped")
-    return _compared(name, record)
+    return _compared(record)
 
 
-def _compared(name: str, c: Comparison) -> Cell:
-    value, unit = level(c)
+def _compared(c: Comparison) -> Cell:
+    value, _ = level(c)
     mismatches = max((t.mismatches or 0 for t in c.tensors), default=0)
     if c.verdict is Verdict.SKIPPED:
         text, kind = "–", "skip"
@@ -150,14 +150,5 @@ def _compared(name: str, c: Comparison) -> Cell:
         text, kind = text + "?", kind + " inc"
     if c.verdict is Verdict.FAIL:
         kind += " fail"
-    said = [name, c.verdict.value]
-    said += [f"{num(v, 3)} × {u}" for v, u in ((c.margin, "margin"), (c.cost, "cost")) if v is not None]
-    said += [visible(c.tensor)] if c.tensor else []
     mark = "U" if c.replaced else MARK.get(c.bypass, "")
-    if c.replaced:
-        said.append(f"replaced by {visible(c.replaced)}")
-    if c.bypass != "production":
-        said.append(f"bypassed: {visible(c.bypass)}")
-    if unit == "cost" and c.mode == "local" and c.margin is not None:
-        said.append("decided by cost")
-    return Cell(text, kind, " · ".join(said), "#" + slug(c.stage, c.mode), mark)
+    return Cell(text, kind, None, "#" + slug(c.stage, c.mode), mark)

@@ -15,10 +15,13 @@ from markupsafe import Markup
 from harness.records import Comparison, Verdict
 from harness.report import coverage, headline, heatmap, pack, svg, text
 from harness.report.load import Run, read
+from harness.types import UsageError
 
 LIMIT = 5_000_000
 SCRIPTS = ("dom.js", "charts.js", "panel.js", "tokens.js", "app.js")
-STYLES = ("page.css", "data.css")
+STYLES = ("page.css", "data.css", "print.css")
+#: rows of the table that are laid out at once; failures always are
+CAP = 400
 RANK = {v: i for i, v in enumerate(("INVALID", "FAIL", "INCONCLUSIVE", "SKIPPED", "PASS"))}
 
 
@@ -33,13 +36,20 @@ def _environment() -> Environment:
     )
     env.filters |= {
         "num": text.num,
+        "ratio": text.ratio,
         "times": text.times,
         "plural": text.plural,
         "seconds": text.seconds,
         "size": text.size,
         "visible": text.visible,
     }
-    env.globals |= {"svg": svg, "slug": text.slug, "EDGES": heatmap.EDGES, "RELATIVE_EDGES": heatmap.RELATIVE_EDGES}
+    env.globals |= {
+        "svg": svg,
+        "slug": text.slug,
+        "EDGES": heatmap.EDGES,
+        "RELATIVE_EDGES": heatmap.RELATIVE_EDGES,
+        "CAP": CAP,
+    }
     return env
 
 
@@ -121,5 +131,11 @@ def _fault_comparison(run: Run) -> Comparison | None:
 
 def render(records: Path, out: Path) -> Path:
     """Write the page of a run's records to ``out``."""
-    out.write_text(page(read(records)), encoding="utf-8")
+    content = page(read(records))
+    try:
+        out.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {out}: {error.strerror}; name a file in an existing, writable folder"
+        ) from error
     return out

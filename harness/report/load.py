@@ -28,6 +28,7 @@ from harness.records import (
     Verdict,
     Weights,
 )
+from harness.types import UsageError
 
 #: every class of the schema that names a kind of record
 KINDS: dict[str, type] = {
@@ -129,12 +130,24 @@ def _union(args: tuple[Any, ...]) -> Convert:
     return lambda v: None if v is None else each(v)
 
 
+#: element types of the long arrays, which are checked whole: one at a time they dominate the reading of a run
+PLAIN: dict[Any, frozenset[type]] = {
+    int: frozenset({int}),
+    float: frozenset({float, int}),
+    float | None: frozenset({float, int, NoneType}),
+}
+
+
 def _tuple(args: tuple[Any, ...]) -> Convert:
     if len(args) == 2 and args[1] is Ellipsis:
         each = _converter(args[0])
+        plain = PLAIN.get(args[0], frozenset())
 
         def many(value: Any) -> tuple[Any, ...]:
-            return tuple([each(item) for item in _exactly(list)(value)])
+            items = _exactly(list)(value)
+            if plain and plain.issuperset(map(type, items)) and math.isfinite(sum(filter(None, items))):
+                return tuple(items)
+            return tuple([each(item) for item in items])
 
         return many
     parts = [_converter(a) for a in args]
@@ -168,9 +181,12 @@ def build(cls: type, data: Any) -> Any:
 
 
 def read(path: Path) -> Run:
-    """Read every record of a run."""
+    """Read every record of a run. What holds no record at all is bad input."""
     run = Run(path.name)
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name a file that harness diff --json wrote") from error
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -183,6 +199,8 @@ def read(path: Path) -> Run:
                 run.truncated = True
             else:
                 run.problems.append(f"line {number}: {error}")
+    if not (run.config or run.summary or run.comparisons):
+        raise UsageError(f"{path} is not a record file: no line of it is a record; write one with harness diff --json")
     if run.config is None:
         run.problems.append("no config record: what was run, and on what, is unknown")
     return run

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.records import Comparison, Coordinate, Entropy, TensorComparison, Verdict
+from harness.records import Comparison, Coordinate, TensorComparison, Verdict
 from harness.report.load import Run
 from harness.report.text import plural
 
@@ -40,9 +40,15 @@ def squeeze(value: Any) -> str:
     return base64.b64encode(packer.compress(text.encode("utf-8", "replace")) + packer.flush()).decode("ascii")
 
 
-def _few(values: Sequence[float | None]) -> list[float | None]:
-    """Three digits are more than a chart resolves."""
-    return [None if v is None else float(f"{v:.3g}") for v in values]
+def _few(values: Sequence[float | None]) -> str:
+    """A list of numbers as text, empty where there is none. Three digits are more than a chart resolves."""
+    if None in values:
+        return ",".join("" if v is None else f"{v:.3g}" for v in values)
+    return ("%.3g," * len(values) % tuple(values))[:-1]
+
+
+def _whole(values: Sequence[int]) -> str:
+    return ("%d," * len(values) % tuple(values))[:-1]
 
 
 def _coordinate(c: Coordinate) -> list[Any]:
@@ -70,18 +76,14 @@ def _tensor(t: TensorComparison, detail: int) -> dict[str, Any]:
         "worst": [_coordinate(c) for c in t.worst[: (8, 8, 8, 1, 0)[detail]]],
     }
     if detail < FIGURES_AND_WORST and t.errors:
-        kept["errors"] = [t.errors.low, t.errors.high, t.errors.counts]
+        kept["errors"] = [t.errors.low, t.errors.high, _whole(t.errors.counts)]
     if detail < NO_AXES:
         kept["slices"] = [[s.dim, s.width, _few(s.worst), _few(s.relative)] for s in t.slices]
         kept["tokens"] = _few(t.tokens)
         kept["tokenWidth"] = t.token_width
     if detail < NO_DENSITY and t.density:
-        kept["density"] = [t.density.low, t.density.high, t.density.rows]
+        kept["density"] = [t.density.low, t.density.high, [_whole(row) for row in t.density.rows]]
     return kept
-
-
-def _entropy(e: Entropy) -> list[Any]:
-    return [_few(e.production), _few(e.reference), e.uniform, _few(e.sink_production), _few(e.sink_reference)]
 
 
 def detail_of(c: Comparison, detail: int = FULL) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def furthest(e: Entropy) -> str:
     if not pairs:
         return "–"
     h, p, r = max(pairs, key=lambda x: abs((x[1] or 0) - (x[2] or 0)))
+    if num(p) == num(r):
+        return "alike to 4 digits"
     return f"head {h}: {num(p)} against {num(r)}"
 
 
@@ -104,20 +106,21 @@ def gaps(routing: Routing) -> Markup:
 
 
 def load(routing: Routing) -> Markup:
-    """Tokens per expert."""
+    """How often each candidate was picked."""
     top = max(routing.load, default=0) or 1
     parts = []
     for i, count in enumerate(routing.load):
         height = 16 * count / top
         bar = '<rect class="col" x="{:g}" y="{:.4g}" width="8" height="{:.4g}"/>'
         parts.append(Markup(bar).format(i * 10 + 1, 16 - height, height))
-        parts.append(_hit(i * 10, 10, 16, f"expert {i}: {num(count)} tokens"))
-    return _svg(max(len(routing.load), 1) * 10, 16, f"Load of {len(routing.load)} experts", parts, "strip thin")
+        parts.append(_hit(i * 10, 10, 16, f"{i}: picked {num(count)} times"))
+    return _svg(max(len(routing.load), 1) * 10, 16, f"Picks of {len(routing.load)} candidates", parts, "strip thin")
 
 
 def unused(routing: Routing) -> str:
-    """Experts that got no token."""
-    return ", ".join(str(i) for i, count in enumerate(routing.load) if count == 0)
+    """Candidates (experts, keys) that nobody picked: by name while they are few."""
+    idle = [str(i) for i, count in enumerate(routing.load) if count == 0]
+    return ", ".join(idle) if len(idle) <= 6 else f"{len(idle):,} of {len(routing.load):,}"
 
 
 @dataclass(frozen=True)

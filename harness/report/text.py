@@ -25,20 +25,34 @@ def short(value: float | None) -> str:
         return MISSING
     if value >= 9.95e9:
         return ">1e9"
+    if 0.995 <= value < 1:
+        return ".99"  # 1.0 is for what reached the limit
     for limit, form in ((0.005, "<.01"), (0.995, ".2f"), (9.95, ".1f"), (999.5, ".0f")):
         if value < limit:
             return "0" if value == 0 else form if form[0] == "<" else f"{value:{form}}".removeprefix("0")
     return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
+def ratio(value: float | None) -> str:
+    """A multiple of a limit, never rounded onto the limit: what passes reads below 1, what fails above it."""
+    if value is None or not 0.9995 <= value < 1.0005 or value == 1:
+        return num(value, 3)
+    return "0.999" if value < 1 else f"{max(value, 1.000001):.7g}"
+
+
 def times(value: float | None) -> str:
     """A multiple: ``41.2 ×``."""
-    return MISSING if value is None else f"{num(value, 3)} ×"
+    return MISSING if value is None else f"{ratio(value)} ×"
 
 
 def visible(text: str) -> str:
     """Control and formatting characters written out, so that no string can reorder or hide what stands beside it."""
-    return "".join(c if unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
+    return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(c: str) -> str:
+    kind = unicodedata.category(c)
+    return f"\\u{ord(c):04x}" if kind[0] == "C" or kind in ("Zl", "Zp") else c
 
 
 def slug(stage: str, mode: str) -> str:

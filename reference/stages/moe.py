@@ -130,7 +130,7 @@ class Experts(HFStage):
         out = experts(flat, picks, weights)
         rows: dict[str, Tensor] = {}
         total = torch.zeros_like(flat)
-        for index in picks.unique().tolist():
+        for index in sorted(set(picks.flatten().tolist())):
             slot, token = torch.where((picks == index).T)  # the module's order of rows: by slot, then by token
             both = F.linear(flat[token], experts.gate_up_proj[index])
             gate, up = both.chunk(2, dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -73,10 +74,8 @@ class Page:
 
     def close(self) -> None:
         """End the browser and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         os.close(self._in)
         os.close(self._out)
@@ -129,7 +128,9 @@ class Page:
 
     def js(self, expression: str) -> Any:
         """Evaluate an expression (promises are awaited) and return its value."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"].get("exception", {}).get("description", "exception"))
         return answer["result"].get("value")

@@ -63,6 +63,7 @@ async function toggle(row, open) {
 async function follow() {
   const row = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!row || !rows.includes(row)) return;
+  if (row.classList.contains('more')) uncap();
   if (row.hidden) {
     $('#filter').reset();
     filter();
@@ -88,7 +89,12 @@ document.addEventListener('click', (event) => {
 });
 addEventListener('hashchange', follow);
 
-// Filter.
+// Filter. A long table starts with its first rows; any filter looks through all of them.
+function uncap() {
+  $('.rows').classList.remove('capped');
+  $('#all')?.remove();
+}
+$('#all')?.addEventListener('click', uncap);
 const searchable = rows.map((row) => row.textContent.toLowerCase());
 function filter() {
   const { text, verdict, mode } = $('#filter').elements;
@@ -101,6 +107,7 @@ function filter() {
     if (body?.classList.contains('panel')) body.hidden = !match || $('.open', row).getAttribute('aria-expanded') !== 'true';
     shown += match;
   });
+  if (shown < rows.length) uncap();
   $('#shown').textContent = shown === rows.length ? `${shown.toLocaleString('en-US')} comparisons, failures first` : `${shown.toLocaleString('en-US')} of ${rows.length.toLocaleString('en-US')}`;
   $('#nothing').hidden = shown > 0;
 }
@@ -112,12 +119,18 @@ const linkIn = (cell) => cell && $(`.${currentMode()}[href]`, cell);
 function rove(link) {
   $$('a', heat).forEach((a) => { a.tabIndex = a === link ? 0 : -1; });
 }
+function rowSaid(row) {
+  const [verdict, , mode, margin, cost] = [...row.cells].map((cell) => cell.textContent.trim());
+  const figures = [[margin, 'margin'], [cost, 'cost']].filter(([v]) => v !== '–').map(([v, unit]) => `${v} × ${unit}`);
+  const more = $$('.by, small', row).map((node) => node.textContent);
+  return [el('b', null, `${$('.open', row).textContent} · ${mode}`), ` · ${[verdict, ...figures, ...more].join(' · ')}`];
+}
 function describe(event) {
   const cell = event.target.closest('td');
   const shown = cell && $(`.${currentMode()}`, cell);
   if (!shown) return;
-  const [name, mode, ...rest] = shown.title.split(' · ');
-  $('#readout').replaceChildren(el('b', null, `${name} · ${mode}`), rest.length ? ` · ${rest.join(' · ')}` : '');
+  const row = shown.hash && document.getElementById(decodeURIComponent(shown.hash.slice(1)));
+  $('#readout').replaceChildren(...(row && rows.includes(row) ? rowSaid(row) : [shown.title]));
 }
 heat.addEventListener('pointerover', describe);
 heat.addEventListener('focusin', (event) => {
@@ -143,14 +156,15 @@ heat.addEventListener('keydown', (event) => {
   }
 });
 function switched() {
+  root.dataset.mode = $('input[name="mode"]:checked').value;
   rove($$(`a.${currentMode()}`, heat)[0]);
   drawTokens();
 }
 $$('input[name="mode"]').forEach((input) => input.addEventListener('change', switched));
 $('#token-stage').addEventListener('change', drawTokens);
 
-// What did not pass is unpacked ahead, so that printing (which cannot wait) shows it.
-const bad = rows.filter((row) => row.dataset.v !== 'PASS').slice(0, 12);
+// The first that did not pass are unpacked ahead: printing shows them, and cannot wait.
+const bad = rows.filter((row) => row.dataset.v !== 'PASS').slice(0, 6);
 let opened = [];
 addEventListener('beforeprint', () => {
   opened = bad.map((row) => row.nextElementSibling).filter((body) => body?.classList.contains('panel') && body.hidden);
@@ -160,6 +174,7 @@ addEventListener('afterprint', () => opened.forEach((body) => { body.hidden = tr
 
 async function start() {
   meta = await inflate(JSON.parse($('#meta').textContent));
+  for (const side of Object.values(meta.map)) side.rows = side.rows.map(([layer, values]) => [layer, list(values)]);
   const some = Object.values(meta.map).some((side) => side.rows.length);
   $('#tokens').hidden = !some;
   if (some) switched();

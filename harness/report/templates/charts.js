@@ -56,8 +56,12 @@ function density([low, high, rows]) {
   const picture = chart('density', size, size, 'Density of production against reference values',
     sv('path', { class: 'diagonal', d: `M0 ${size}L${size} 0` }), paths.map((d, i) => d && sv('path', { class: `d${i}`, d })));
   const scale = el('div', { class: 'axis' }, el('span', null, num(low, 3)), el('span', null, 'reference →'), el('span', null, num(high, 3)));
-  return figure('Production ↑ against reference', el('div', null, picture, scale), 'darker is more, on a log scale; the diagonal is agreement');
+  return figure('Density', el('div', null, picture, scale), 'production upwards; the diagonal is agreement, darker is more (log)');
 }
+
+// The axes that docs/stages.md names by letters; any other name stands for itself.
+const AXES = { B: 'row', S: 'position', H: 'head', D: 'channel', d: 'channel', N: 'stream', M: 'stream out', E: 'expert', k: 'pick', K: 'pick', T: 'compressed entry', F: 'expert channel', V: 'vocabulary', G: 'group', J: 'key', QL: 'channel', OL: 'channel', R2: 'rope pair', HI: 'index head', DI: 'index channel' };
+const axis = (dim) => (AXES[dim] ? `${AXES[dim]} (${dim})` : visible(dim));
 
 // One axis of a tensor: labelled cells where they fit, bars on a log scale where they do not.
 function slice([dim, width, worst, relative]) {
@@ -66,7 +70,7 @@ function slice([dim, width, worst, relative]) {
   const bin = ruled ? limitBin : relativeBin;
   const at = largest(values);
   const name = (i) => (width > 1 ? `${i * width}–${(i + 1) * width - 1}` : String(i));
-  const said = (i) => `${visible(dim)} ${name(i)}: ` + (ruled ? `worst ${times(worst[i])} bound, ` : '') + `relative error ${num(relative[i], 3)}`;
+  const said = (i) => `${AXES[dim] || visible(dim)} ${name(i)}: ` + (ruled ? `worst ${times(worst[i])} bound, ` : '') + `relative error ${num(relative[i], 3)}`;
   let caption = 'no figures';
   if (at >= 0) {
     const over = worst.filter((v) => v !== null && v > 1).length;
@@ -87,5 +91,5 @@ function slice([dim, width, worst, relative]) {
       ruled && low < 1 ? [sv('path', { class: 'limit', d: `M0 ${y(1)}H${values.length}` })] : [],
       values.map((v, i) => sv('rect', { class: 'hit', x: i, width: 1, height: 40 }, title(said(i)))));
   }
-  return figure(`By ${visible(dim)}`, picture, caption);
+  return figure(`By ${axis(dim)}`, picture, caption);
 }

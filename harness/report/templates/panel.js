@@ -15,7 +15,7 @@ function worstTable(tensor) {
     el('thead', null, el('tr', null, head.map((h, i) => el('th', { scope: 'col', class: i ? 'n' : null }, h)))), el('tbody', null, rows)));
 }
 
-function tensorBody(t, mode) {
+function tensorBody(t, mode, said) {
   const local = mode === 'local';
   const [oracle, error, own] = t.rms;
   const off = t.slope !== null && Math.abs(t.slope - 1) > 1e-3;
@@ -37,21 +37,21 @@ function tensorBody(t, mode) {
     t.errors && t.errors[2].length ? histogram(t.errors, local) : null,
     t.density && t.density[2].length ? density(t.density) : null,
   ].filter(Boolean);
-  const axes = (t.slices || []).map(slice);
+  const axes = t.slices.map(slice);
   return [
-    t.reason ? el('p', { class: 'why' }, visible(t.reason)) : null,
-    rule, figures, worstTable(t),
-    charts.length ? el('div', { class: 'charts' }, charts) : null,
+    t.reason && t.reason !== said ? el('p', { class: 'why' }, visible(t.reason)) : null,
+    rule, figures,
+    el('div', { class: 'evidence' }, worstTable(t), charts),
     axes.length ? el('div', { class: 'axes' }, axes) : null,
-    t.tokens?.length ? tokenFigure(t.tokens, t.tokenWidth, local) : null,
+    t.tokens.length ? tokenFigure(t.tokens, t.tokenWidth, local) : null,
   ];
 }
 
-function tensorSection(t, mode, open) {
+function tensorSection(t, mode, said, open) {
   const summary = el('summary', null, el('span', { class: `tag ${t.verdict}` }, t.verdict), ' ', el('b', null, visible(t.name)),
-    el('small', null, ` [${t.dims.map(visible).join(', ')}] ${t.role === 'value' ? '' : visible(t.role)} ${[t.margin === null ? '' : `${num(t.margin, 3)} × margin`, t.cost === null ? '' : `${num(t.cost, 3)} × cost`].filter(Boolean).join(' · ')}`));
+    el('small', null, ` [${t.dims.map(visible).join(', ')}] ${t.role === 'value' ? '' : visible(t.role)} ${[t.margin === null ? '' : `${ratio(t.margin)} × margin`, t.cost === null ? '' : `${ratio(t.cost)} × cost`].filter(Boolean).join(' · ')}`));
   const node = el('details', { class: 'tensor' }, summary);
-  const build = () => node.children.length < 2 && node.append(el('div', null, tensorBody(t, mode)));
+  const build = () => node.children.length < 2 && node.append(el('div', null, tensorBody(t, mode, said)));
   if (open) build();
   node.open = open;
   node.addEventListener('toggle', () => node.open && build());
@@ -75,6 +75,6 @@ function panel(c, sibling) {
       sibling ? fact(`in ${other} mode`, el('a', { href: `#${sibling.id}` }, `${sibling.dataset.v} →`)) : null),
     c.cut ? el('p', { class: 'alert' }, `Left out to keep the page small: ${c.cut}. The record file has them.`) : null,
     tensors.length === 1
-      ? el('div', { class: 'tensor' }, el('h4', null, visible(tensors[0].name)), tensorBody(tensors[0], c.mode))
-      : tensors.map((t, i) => tensorSection(t, c.mode, i === 0)));
+      ? el('div', { class: 'tensor' }, el('h4', null, visible(tensors[0].name)), tensorBody(tensors[0], c.mode, c.reason))
+      : tensors.map((t, i) => tensorSection(t, c.mode, c.reason, i === 0)));
 }

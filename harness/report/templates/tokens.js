@@ -43,7 +43,7 @@ function tokenFigure(values, width, local) {
   return figure('By token', picture, caption);
 }
 
-const currentMode = () => ($('#mode-free').checked ? 'free' : 'local');
+const currentMode = () => document.documentElement.dataset.mode;
 
 // [layer, figures] of one stage over the layers, from the panels' own detail.
 async function stageRows(name, mode) {
@@ -55,7 +55,7 @@ async function stageRows(name, mode) {
   }
   let width = 1;
   const rows = found.map(([layer, c]) => {
-    const tensor = c.tensors.find((t) => t.name === c.tensor && t.tokens?.length) || c.tensors.find((t) => t.tokens?.length);
+    const tensor = c.tensors.find((t) => t.name === c.tensor && t.tokens.length) || c.tensors.find((t) => t.tokens.length);
     width = tensor ? tensor.tokenWidth : width;
     return [layer, tensor ? tensor.tokens : []];
   });
