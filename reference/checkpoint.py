@@ -95,7 +95,7 @@ class Checkpoint:
         if storage.rows is None:
             return self.shards.tensor(name).to(torch.float64)
         assert entry.expert is not None
-        return self.shards.row(name, entry.expert)[slice(*storage.rows)].to(torch.float64)
+        return self.shards.rows(name, entry.expert, *storage.rows).to(torch.float64)
 
     def _scaled(self, storage: Storage) -> Tensor:
         parts = {role: self.shards.tensor(name) for role, name in storage.names.items()}

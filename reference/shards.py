@@ -74,11 +74,13 @@ class Shards:
         header = self.headers[name]
         return self._read(name, header.at, header.size).view(header.shape)
 
-    def row(self, name: str, number: int) -> Tensor:
-        """One entry along the leading axis."""
+    def rows(self, name: str, expert: int, first: int, last: int) -> Tensor:
+        """Rows ``first`` to ``last`` of one matrix of a stack ``[E, N, K]``."""
         header = self.headers[name]
-        width = header.size // header.shape[0]
-        return self._read(name, header.at + number * width, width).view(header.shape[1:])
+        experts, count, columns = header.shape
+        width = header.size // (experts * count)
+        start = header.at + (expert * count + first) * width
+        return self._read(name, start, (last - first) * width).view(last - first, columns)
 
     def _read(self, name: str, at: int, size: int) -> Tensor:
         header = self.headers[name]
