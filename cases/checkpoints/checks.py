@@ -33,7 +33,9 @@ class Checks:
 
     def __init__(self, folder: Folder, model: Model, findings: Findings) -> None:
         self.folder, self.model, self.found = folder, model, findings
-        self._scales: dict[str, tuple[str, float, float | None]] = {}  # stem -> (name, scale_2, input scale)
+        self._scales: dict[
+            str, tuple[str, float, float | None]
+        ] = {}  # stem -> (name, scale_2, input scale) of gate, up
         self._bytes: dict[tuple[int | None, str, int], str] = {}
 
     def check(self, part: Part, form: str, stored: Stored) -> None:
@@ -81,6 +83,7 @@ class Checks:
         if twice:
             text = f"expected {table.shape[1]} different experts a token, came {twice} tokens with one twice"
             self._say("expert twice", part, name, text, "that expert is weighted twice for these tokens")
+            return
         never = experts - int(torch.unique(table).numel())
         if never and table.numel() >= 8 * experts:
             text = f"expected every expert to serve some token, came {never} of {experts} that serve none"
@@ -174,7 +177,7 @@ class Checks:
             text = f"expected {wanted}, came {value:.4g}, which looks like the reciprocal"
             self._say("reciprocal scale", part, name, text, f"every weight of the matrix is off by {value**-2:.3g}")
         given = self._input(part, reciprocal, name, stored.get("input_scale"))
-        self._pair(part, name, value, given)
+        self._pair(part, name, value, given, stored.get("input_scale", name))
 
     def _input(self, part: Part, reciprocal: bool, beside: str, name: str | None) -> float | None:
         if name is None:
@@ -195,7 +198,7 @@ class Checks:
             self._say("reciprocal input scale", part, name, f"{text}, which looks like the reciprocal", _W4A4_BAD)
         return value
 
-    def _pair(self, part: Part, name: str, value: float, given: float | None) -> None:
+    def _pair(self, part: Part, name: str, value: float, given: float | None, input_name: str) -> None:
         """gate and up share one global scale, because a fused GEMM has one; likewise their input scale."""
         partner = {"w1": "w3", "w3": "w1"}.get(part.leaf)
         if partner is None:
@@ -214,7 +217,7 @@ class Checks:
             self._say("gate and up scales differ", part, name, text, effect)
         elif None not in (given, other_given) and given != other_given:
             text = f"expected one input scale for gate and up, came {other_given:.6g} and {given:.6g}"
-            self._say("gate and up input scales differ", part, name, text, _W4A4_BAD)
+            self._say("gate and up input scales differ", part, input_name, text, _W4A4_BAD)
 
     def _count(self, part: Part, name: str, kind: str, bad: Tensor, expected: str, effect: str) -> None:
         count = int(bad.sum())

@@ -203,8 +203,8 @@ def _read_shard(folder: Folder, shard: str) -> None:
     try:
         header = read_header(path)
     except (HeaderError, OSError) as error:
-        came = error.strerror if isinstance(error, OSError) else str(error)
-        folder.problems.append(Problem("unreadable shard", shard, f"{came}: none of its tensors can be loaded"))
+        text = f"expected a readable file, came: {error.strerror}" if isinstance(error, OSError) else str(error)
+        folder.problems.append(Problem("unreadable shard", shard, f"{text}: none of its tensors can be loaded"))
         return
     folder.headers[shard] = header
     folder.problems += [Problem("broken shard", shard, text) for text in header.problems]

@@ -73,15 +73,16 @@ def verify(path: Path, values: bool = True) -> Report:
     draft, with_draft = _draft(folder, sizes, layout)
     checks = Checks(folder, sizes, found)
     expected: set[str] = set()
-    lost = _lost(folder)
+    lost, gone = _lost(folder), list[_Gone]()
     checked = 0
     for part in parts(sizes, with_draft):
         specs = list(stored_as(part, sizes, layout))
         expected.update(name for spec in specs for name in spec.names)
-        stored = _match(folder, part, specs, found, lost)
+        stored = _match(folder, part, specs, found, lost, gone)
         if stored and values:
             checks.check(part, layout.form(part.linear, part.draft), stored)
             checked += len(stored)
+    _missing(gone, found)
     _unexpected(folder, expected, with_draft, found)
     return Report(str(path), title(layout), sizes, len(folder.where), checked, draft, tuple(found))
 
@@ -102,7 +103,37 @@ def _lost(folder: Folder) -> set[str]:
     return {name for name, shard in (folder.index or {}).items() if shard not in folder.headers}
 
 
-def _match(folder: Folder, part: Part, specs: list[Spec], found: Findings, lost: set[str]) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Gone:
+    """Tensors of one part that are missing; ``whole``: all of them."""
+
+    part: Part
+    names: tuple[str, ...]
+    whole: bool
+
+
+def _missing(gone: list[_Gone], found: Findings) -> None:
+    """An expert that is not there at all is one thing to say, not twelve."""
+    experts: dict[str, list[_Gone]] = {}
+    for each in gone:
+        if each.part.expert is not None and each.whole:
+            experts.setdefault(each.part.stem.rpartition(".")[0], []).append(each)
+    absent = {at for at, group in experts.items() if len(group) == 3}
+    for each in gone:
+        at = each.part.stem.rpartition(".")[0]
+        if each.part.expert is not None and at in absent:
+            if each.part.leaf == "w1":
+                text = f"expected {at} from config.json, came none of its tensors"
+                found.add("missing", each.names[0], text, _EXPERT, f"experts of {each.part.layer}")
+            continue
+        for name in each.names:
+            text = "expected it from config.json, came no such tensor"
+            found.add("missing", name, text, effect_of(each.part), f"{each.part.family} {each.part.leaf}")
+
+
+def _match(
+    folder: Folder, part: Part, specs: list[Spec], found: Findings, lost: set[str], gone: list[_Gone]
+) -> dict[str, str]:
     """role -> name on disk where all tensors of the part are there, whole and as expected; {} otherwise."""
     stored: dict[str, str] = {}
     good = bool(specs)
@@ -134,15 +165,8 @@ def _match(folder: Folder, part: Part, specs: list[Spec], found: Findings, lost:
             good = False
         good = good and folder.readable(name)
     if missing:
-        # An expert that is not there at all is one thing to say, not twelve.
         whole = len(missing) == sum(not spec.optional for spec in specs)
-        if part.expert is not None and whole:
-            at = part.key.rpartition(f".{part.leaf}.")[0]
-            found.add("missing", missing[0], f"expected {at}, came none of its tensors", _EXPERT, at)
-        else:
-            found.add("missing", missing[0], "expected it from config.json, came no such tensor", effect_of(part))
-            for name in missing[1:]:
-                found.add("missing", name, "expected it beside its weight, came no such tensor", effect_of(part))
+        gone.append(_Gone(part, tuple(missing), whole and specs[0].role != "fused"))
     return stored if good else {}
 
 
