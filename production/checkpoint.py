@@ -92,6 +92,8 @@ class Reader:
         try:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             files = {str(file) for file in weight_map.values()}
+            if not files:
+                raise ValueError("an empty weight_map")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ProductionError(str(path), expected="an index with a weight_map", came=repr(error)) from None
         for file in files:
@@ -197,12 +199,9 @@ def canonical(value: Tensor, leaf: Leaf) -> Tensor:
         return value.long()
     if not leaf.projection:
         return value.float() if leaf.dtype == "F32" else value
-    # compressed-tensors stores scalars as [1]
-    return (
-        value.reshape(value.shape[:-1])
-        if value.dtype == torch.float32 and value.shape[int(leaf.experts > 0) :] == (1,)
-        else value
-    )
+    if value.dtype == torch.float32 and value.shape[int(leaf.experts > 0) :] == (1,):
+        return value.reshape(value.shape[:-1])  # compressed-tensors stores a scalar as [1]
+    return value
 
 
 def checked(name: str, tensor: Tensor) -> Tensor:

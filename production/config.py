@@ -113,7 +113,7 @@ def read_config(checkpoint: str | Path) -> ModelConfig:
         raise ProductionError(str(path), expected="a config.json", came="no such file", fix="pass a checkpoint folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProductionError(str(path), expected="a JSON object", came=f"unreadable text ({error})") from None
     return parse_config(raw, where=str(path))
 

@@ -140,7 +140,7 @@ def load_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path}: expected a file, came none; give a checkpoint folder that holds it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 5000 digits
         raise UsageError(f"{path}: expected JSON, came {_line(error)}; copy the file again") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: expected a JSON object, came {type(value).__name__}; copy the file again")

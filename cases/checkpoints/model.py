@@ -167,16 +167,13 @@ def _ratios(config: Mapping[str, Any], layers: int, draft: int, where: str) -> t
         lengths = sorted({layers, layers + draft})
         if not isinstance(ratios, list) or len(ratios) not in lengths:
             wanted = f"a list of {' or '.join(map(str, lengths))} entries"
-            raise _bad(
-                where, "compress_ratios", wanted, f"{len(ratios)} entries" if isinstance(ratios, list) else ratios
-            )
+            raise _bad(where, "compress_ratios", wanted, ratios)
         if bad := [r for r in ratios if type(r) is not int or r not in ATTENTION]:
             raise _bad(where, "compress_ratios", "entries 0, 4 or 128", bad[0])
         found.append(tuple(ratios[:layers]))
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
-            came = f"{len(types)} entries" if isinstance(types, list) else types
-            raise _bad(where, "layer_types", f"a list of {layers} entries", came)
+            raise _bad(where, "layer_types", f"a list of {layers} entries", types)
         if bad := [t for t in types if t not in RATIO]:
             raise _bad(where, "layer_types", f"entries among {', '.join(RATIO)}", bad[0])
         found.append(tuple(RATIO[t] for t in types))
@@ -212,5 +209,5 @@ def _check_ropes(config: Mapping[str, Any], where: str) -> None:
 
 
 def _bad(where: str, key: str, expected: str, came: object) -> UsageError:
-    text = "no such key" if came is None else repr(came)
+    text = "no such key" if came is None else f"{len(came)} entries" if isinstance(came, list) else repr(came)
     return UsageError(f"{where}: {key}: expected {expected}, came {text[:160]}; correct config.json")
