@@ -35,10 +35,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
+        # Long arrays are made of integers and of floats that were rounded when they were made (figures.tidy).
+        return list(value) if _ARRAY.issuperset(map(type, value)) else [_plain(v) for v in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(getattr(value, name)) for name in _names(type(value))}
     raise TypeError(f"a record cannot hold {type(value).__name__}")
+
+
+_ARRAY = frozenset((int, float, type(None)))
 
 
 @cache

@@ -34,7 +34,7 @@ class _Judgement:
 def row(bench: Bench, step: Step) -> Iterator[Comparison | Routing | Skip]:
     """The local row of a step, and the routing record of a stage that picks."""
     start = time.perf_counter()
-    if reason := step.skips.get("local"):
+    if reason := step.skips_local:
         yield bench.skip(step, "local", reason)
         return
     if step.fault:
@@ -174,7 +174,7 @@ def _routing(
         rows=found.rows,
         flips=found.flips,
         outside=found.outside,
-        examples=found.examples,
+        examples=tuple((row, float(f"{gap:.6g}"), float(f"{room:.6g}")) for row, gap, room in found.examples),
         load=tuple(load),
         entropy=entropy.of_weights(mine) if isinstance(mine, Tensor) else None,
         entropy_reference=entropy.of_weights(theirs) if theirs is not None else None,

@@ -8,12 +8,14 @@ fault to the stage that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from harness import select
+from harness.agree import Graph, disagreement
 from harness.types import Bypass, Mode, Stage, UsageError
 
+DIRECT = "direct-residual mode: the stage's own arithmetic is not used"
 NEVER = "never produced: no production stage covers it"
 
 
@@ -40,9 +42,15 @@ class Step:
     free_run: bool  # executed in the free run
     bypass: Bypass = "production"
     replace: str | None = None
-    skips: Mapping[str, str] = field(default_factory=dict)  # mode -> reason
     fault: str | None = None  # both sides disagree about this stage: a FAIL that needs no tensor
     produced: bool = True  # False: only the reference has it
+
+    @property
+    def skips_local(self) -> str | None:
+        """Why the local row is not compared, if it is not."""
+        if self.fault or self.bypass == "production":
+            return None
+        return "bypassed: reference" if self.bypass == "reference" else DIRECT
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,19 @@ def make_plan(reference: Sequence[Stage], production: Sequence[Stage], request: 
     """The plan of a run; anything the user named that does not exist is a UsageError."""
     _unique(reference, "reference")
     _unique(production, "production")
-    by_name = {stage.name: stage for stage in reference}
-    order = {stage.name: i for i, stage in enumerate(reference)}
+    graph = Graph.of(reference)
     available = sorted({s.layer for s in reference if s.layer is not None})
     chosen = select.layers(request.layers, available)
     everything = request.layers.strip() == "all"
 
     scope = _scope(reference, set(chosen), everything)
     covered = {r for p in production for r in p.covers}
-    inside = [p for p in production if scope & set(p.covers) or (not set(p.covers) & set(order) and _in(p, chosen))]
+    inside = [p for p in production if scope & set(p.covers) or (not graph.covered(p) and p.layer in chosen)]
     lonely = [r for r in reference if r.name in scope and r.name not in covered]
-    listed = _merge(inside, lonely, order)
-    names = [stage.name for stage in listed]
+    listed = _merge(inside, lonely, graph.order)
     everywhere = [s.name for s in (*production, *reference)]
 
-    wanted = set(names)
+    wanted = {stage.name for stage in listed}
     if request.stages:
         wanted = {n for glob in request.stages for n in _select(glob, listed, "--stage", everywhere)}
     bypass, direct = _bypasses(request, listed, [*production, *reference], everywhere)
@@ -89,7 +95,17 @@ def make_plan(reference: Sequence[Stage], production: Sequence[Stage], request: 
 
     free_run = _needed(inside, wanted) if "free" in request.modes else set()
     steps = tuple(
-        _step(stage, stage in lonely, request.modes, wanted, free_run, bypass, direct, replaced, by_name, order)
+        Step(
+            stage=stage.name,
+            layer=stage.layer,
+            covers=graph.covered(stage) or tuple(stage.covers),
+            compared=request.modes if stage.name in wanted else (),
+            free_run=stage.name in free_run,
+            bypass="direct" if stage.name in direct else bypass.get(stage.name, "production"),
+            replace=replaced.get(stage.name),
+            fault=NEVER if stage in lonely else disagreement(stage, graph),
+            produced=stage not in lonely,
+        )
         for stage in listed
     )
     if not any(step.compared for step in steps):
@@ -101,8 +117,8 @@ def make_plan(reference: Sequence[Stage], production: Sequence[Stage], request: 
         steps=steps,
         compose=compose,
         oracle=_oracle(reference, steps),
-        direct=tuple(sorted(direct, key=lambda n: order.get(n, -1))),
-        last_use=_last_use(steps, {p.name: p for p in production}, by_name),
+        direct=tuple(sorted(direct, key=lambda n: graph.order.get(n, -1))),
+        last_use=_last_use(steps, {p.name: p for p in production}, graph.stages),
     )
 
 
@@ -112,10 +128,6 @@ def _unique(stages: Sequence[Stage], side: str) -> None:
         if stage.name in seen:
             raise UsageError(f"the {side} side lists stage {stage.name!r} twice; names must be unique")
         seen.add(stage.name)
-
-
-def _in(stage: Stage, layers: Iterable[int]) -> bool:
-    return stage.layer is not None and stage.layer in set(layers)
 
 
 def _scope(reference: Sequence[Stage], layers: set[int], everything: bool) -> set[str]:
@@ -205,70 +217,6 @@ def _needed(stages: Sequence[Stage], wanted: set[str]) -> set[str]:
             found.add(stage.name)
             todo += [writer[w] for w in stage.inputs.values() if w in writer]
     return found
-
-
-def _step(
-    stage: Stage,
-    lonely: bool,
-    modes: tuple[Mode, ...],
-    wanted: set[str],
-    free_run: set[str],
-    bypass: Mapping[str, Bypass],
-    direct: set[str],
-    replaced: Mapping[str, str],
-    reference: Mapping[str, Stage],
-    order: Mapping[str, int],
-) -> Step:
-    name = stage.name
-    how: Bypass = "direct" if name in direct else bypass.get(name, "production")
-    covers = tuple(sorted((c for c in stage.covers if c in reference), key=lambda c: order[c]))
-    fault = NEVER if lonely else _disagreement(stage, covers, reference)
-    skips: dict[str, str] = {}
-    if name in wanted and not fault:
-        if how == "direct":
-            skips["local"] = "direct-residual mode: the stage's own arithmetic is not used"
-        elif how == "reference":
-            skips["local"] = "bypassed: reference"
-    compared = modes if name in wanted else ()
-    return Step(
-        stage=name,
-        layer=stage.layer,
-        covers=covers or tuple(stage.covers),
-        compared=compared,
-        free_run=name in free_run and not fault,
-        bypass=how,
-        replace=replaced.get(name),
-        skips={mode: reason for mode, reason in skips.items() if mode in compared},
-        fault=fault,
-        produced=not lonely,
-    )
-
-
-def _disagreement(stage: Stage, covers: Sequence[str], reference: Mapping[str, Stage]) -> str | None:
-    """What the two sides say differently about a stage, or None."""
-    if unknown := [c for c in stage.covers if c not in reference]:
-        return f"covers {unknown[0]!r}, which the reference does not have"
-    if not covers:
-        return "covers no reference stage"
-    promised = {o.wire: o for o in stage.outputs}
-    theirs = {o.wire: o for c in covers for o in reference[c].outputs}
-    read_outside = {w for s in reference.values() if s.name not in covers for w in s.inputs.values()}
-    needed = [w for w in theirs if len(covers) == 1 or w in read_outside or not _read(w, covers, reference)]
-    if missing := [w for w in needed if w not in promised]:
-        return f"does not return {missing[0]!r}, which the reference does"
-    for wire, output in promised.items():
-        if wire in theirs and tuple(output.dims) != tuple(theirs[wire].dims):
-            return f"{wire} has dims [{','.join(output.dims)}], the reference has [{','.join(theirs[wire].dims)}]"
-        if wire in theirs and output.role != theirs[wire].role:
-            return f"{wire} has role {output.role}, the reference has {theirs[wire].role}"
-    wires = {o.wire for s in reference.values() for o in s.outputs}
-    inputs = [w for w in stage.inputs.values() if w not in wires and not w.startswith("case.")]
-    return f"reads {inputs[0]!r}, which no reference stage writes" if inputs else None
-
-
-def _read(wire: str, covers: Sequence[str], reference: Mapping[str, Stage]) -> bool:
-    """Whether a covered stage reads a wire (so that a fused stage may keep it to itself)."""
-    return any(wire in reference[c].inputs.values() for c in covers)
 
 
 def _oracle(reference: Sequence[Stage], steps: Sequence[Step]) -> tuple[str, ...]:

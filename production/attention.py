@@ -36,7 +36,8 @@ from production.errors import ProductionError
 from production.indexer import ready_entries
 
 KEY_TILE = 128
-QUERY_TILE = 128
+#: Work is done by blocks of queries against the blocks of keys that one of them sees.
+QUERY_BLOCK, KEY_BLOCK = 128, 64
 #: Logits held at a time (queries * heads * padded keys): bounds memory for long prompts.
 LOGIT_BUDGET = 1 << 25
 
@@ -114,23 +115,23 @@ def attend(
     # A zero weight does not silence a NaN value, so what no query sees is made zero.
     seen = mask.any(dim=1).unsqueeze(-1)
     values = torch.where(seen, keys, torch.zeros((), dtype=keys.dtype, device=q.device)).float()
-    block = max(1, min(QUERY_TILE, LOGIT_BUDGET // (q.shape[0] * q.shape[2] * padded_len)))
+    block = max(1, min(QUERY_BLOCK, LOGIT_BUDGET // (q.shape[0] * q.shape[2] * padded_len)))
     parts = []
     for start in range(0, q.shape[1], block):
         rows = slice(start, start + block)
-        parts.append(_attend_block(q[:, rows], *_seen_tiles(values, mask[:, rows]), sinks.float(), detail))
+        parts.append(_attend_block(q[:, rows], *_seen_blocks(values, mask[:, rows]), sinks.float(), detail))
     joined = [None if column[0] is None else torch.cat(column, dim=1) for column in zip(*parts, strict=True)]
     return Attended(*joined)  # type: ignore[arg-type]
 
 
-def _seen_tiles(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The key tiles that some query of a block sees, and their mask: the window makes most tiles invisible to it."""
-    tiled = mask.unflatten(-1, (-1, KEY_TILE))
-    seen = tiled.any(dim=-1).flatten(0, 1).any(dim=0)
+def _seen_blocks(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The key blocks that some of these queries see, and their mask: a window makes most of a prompt invisible."""
+    blocks = mask.unflatten(-1, (-1, KEY_BLOCK))
+    seen = blocks.any(dim=-1).flatten(0, 1).any(dim=0)
     seen[0] = True  # a block that sees nothing still has a shape
     if bool(seen.all()):
         return values, mask
-    return values.unflatten(1, (-1, KEY_TILE))[:, seen].flatten(1, 2), tiled[:, :, seen].flatten(2)
+    return values.unflatten(1, (-1, KEY_BLOCK))[:, seen].flatten(1, 2), blocks[:, :, seen].flatten(2)
 
 
 def _attend_block(q: Tensor, values: Tensor, mask: Tensor, sinks: Tensor, detail: bool) -> Attended:

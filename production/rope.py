@@ -56,15 +56,14 @@ def table(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """fp32 copy of x (..., D) with its last R channels rotated; cos and sin broadcast against (..., R/2)."""
-    y = x.to(torch.float32, copy=True)
+    """Copy of x (..., D), in x's dtype, with its last R channels rotated; cos and sin broadcast against (..., R/2)."""
+    y = x.clone(memory_format=torch.contiguous_format)
     cos, sin = cos.float(), sin.float()
     if inverse:
         sin = -sin
     tail = y[..., y.shape[-1] - 2 * cos.shape[-1] :]
-    a, b = tail[..., 0::2], tail[..., 1::2]
-    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    tail.copy_(turned.flatten(-2))
+    a, b = tail[..., 0::2].float(), tail[..., 1::2].float()
+    tail[..., 0::2], tail[..., 1::2] = a * cos - b * sin, b * cos + a * sin
     return y
 
 
@@ -120,4 +119,4 @@ class Rotation(Component):
         x, cos, sin = inputs[self.x_name], inputs[f"{self.table}_cos"], inputs[f"{self.table}_sin"]
         if x.dim() == 4:  # one angle for all heads
             cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-        return {self.x_name: rotate(x, cos, sin, inverse=self.inverse).to(self.act)}
+        return {self.x_name: rotate(x, cos, sin, inverse=self.inverse)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from harness.types import Check, UsageError
+from harness.types import Check, UsageError, one_line
 from reference import hf, pristine
 from reference.capture import Capture, capture, forward
 from reference.net import Net
@@ -27,8 +27,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def certify(net: Net, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -> Iterator[Check]:
     """Run the model twice, untapped and tapped, and compare what it computed with the composed ``wires``.
 
-    ``case`` holds ``input_ids``, ``positions`` and ``lengths`` by bare name. Only the wires given are compared. Each
-    check has a detail in words when it fails. UsageError if the case is not complete.
+    ``case`` holds ``input_ids``, ``positions`` and ``lengths`` by bare name. Only the wires given are compared, and the
+    model is run no further than the last layer among them. Each check has a detail in words when it fails. UsageError
+    if the case is not complete.
     """
     missing = {"input_ids", "positions", "lengths"} - set(case)
     if missing:
@@ -39,13 +40,34 @@ def certify(net: Net, case: Mapping[str, Tensor], wires: Mapping[str, Tensor]) -
     check_lengths(case["lengths"], ids.shape[1])
     yield settings(net)
     yield sources(net)
-    plain = forward(net, ids, positions)
-    seen = capture(net, ids, positions)
+    run = net.cut(_reach(net, wires))
+    check_positions(run, positions)
+    try:
+        plain = forward(run, ids, positions)
+        seen = capture(run, ids, positions)
+    except Exception as error:  # patched code may fail in any way
+        yield Check("the model runs", False, f"its forward raised {one_line(error)}")
+        return
     assert seen.logits is not None
     difference = first_difference(plain, seen.logits)
     yield Check("taps change nothing", difference is None, _said("logits", difference, "untapped", "tapped"))
     yield masks(seen)
-    yield from compared(net, seen, wires)
+    yield from compared(seen, wires)
+
+
+def check_positions(net: Net, positions: Tensor) -> None:
+    """UsageError unless every row counts from 0, where the model compresses.
+
+    Without a cache its compressors place keys from position 0 whatever ``positions`` say: with an offset, queries would
+    see compressed keys of their future, and the reference itself would be wrong.
+    """
+    compresses = any(net.layer(n).self_attn.compressor is not None for n in range(net.depth))
+    expected = torch.arange(positions.shape[1], device=positions.device)
+    if compresses and not bool((positions == expected).all()):
+        raise UsageError(
+            f"case.positions: expected 0..{positions.shape[1] - 1} in every row, came {positions[:, 0].tolist()}..; the "
+            "reference is run without a cache, so begin at position 0"
+        )
 
 
 def settings(net: Net) -> Check:
@@ -81,7 +103,7 @@ def masks(seen: Capture) -> Check:
     return Check("masks", bool(seen.masks), "" if seen.masks else "no attention was seen")
 
 
-def compared(net: Net, seen: Capture, wires: Mapping[str, Tensor]) -> Iterator[Check]:
+def compared(seen: Capture, wires: Mapping[str, Tensor]) -> Iterator[Check]:
     """Composed wires against captured ones: a check for the model scope, then two for each layer.
 
     A layer's output has its own check: equal streams behind unequal inner wires mean another thing than the reverse.
@@ -141,6 +163,13 @@ def _sort(value: Tensor) -> str:
 def _layer(wire: str) -> int | None:
     parts = wire.split(".")
     return int(parts[1]) if parts[0] == "layers" else None
+
+
+def _reach(net: Net, wires: Mapping[str, Tensor]) -> int:
+    """How many layers it takes to compute every wire: all of them for the head."""
+    if any(wire.partition(".")[0] in {"hc_head", "final_norm", "lm_head"} for wire in wires):
+        return net.depth
+    return max((layer + 1 for wire in wires if (layer := _layer(wire)) is not None), default=1)
 
 
 def _unseen(wire: str) -> bool:

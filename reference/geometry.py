@@ -49,7 +49,7 @@ REQUIRED: tuple[str | tuple[str, ...], ...] = (
     ("rope_scaling", "rope_parameters"),
 )
 
-#: keys with the only value that the Hugging Face modules implement
+#: keys whose other values the Hugging Face modules ignore, or the harness does not cover
 FIXED: Mapping[str, object] = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
@@ -58,6 +58,7 @@ FIXED: Mapping[str, object] = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
+    "hidden_act": "silu",
 }
 
 #: what describes the file rather than the model: kept away from transformers, which would act on it
@@ -127,9 +128,7 @@ def read(folder: Path) -> Geometry:
             )
     for key, only in FIXED.items():
         if raw.get(key, only) != only:
-            raise UsageError(
-                f"{path}: expected {key} {only!r}, came {raw[key]!r}; the Hugging Face modules compute nothing else"
-            )
+            raise UsageError(f"{path}: expected {key} {only!r}, came {raw[key]!r}; nothing else is covered")
     _check_quantization(path, raw.get("quantization_config"))
     return _typed(path, {k: v for k, v in raw.items() if k not in STORAGE})
 

@@ -72,6 +72,17 @@ class Net:
         value: Tensor = getattr(self.model.get_submodule(owner), leaf)
         return value
 
+    def cut(self, depth: int) -> Net:
+        """The same model ended after its first ``depth`` layers: a second Hugging Face model on the same tensors."""
+        if depth == self.depth:
+            return self
+        shorter = hf.skeleton({**self.geometry.keywords, "num_hidden_layers": depth})
+        own = self.model.state_dict()
+        hf.fill(shorter, {name: own[name] for name in shorter.state_dict()}, self.device)
+        if self.word == "fp64":
+            hf.set_frequencies(shorter, rope.frequencies(self.geometry))
+        return Net(self.checkpoint, shorter, depth, self.word, self.device)
+
     def using(self, overrides: Mapping[str, Tensor], body: Callable[[], T]) -> T:
         """Run ``body`` while the parameters of these full names are replaced by the tensors given."""
         if not overrides:

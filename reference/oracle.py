@@ -19,6 +19,9 @@ from reference.stages.base import HFStage, Port
 from reference.stages.graph import stages
 from reference.stages.hyper import Hyper, Mix
 
+#: inputs that index or count
+INTEGERS = frozenset({"input_ids", "positions", "lengths", "picks"})
+
 
 class OracleStage:
     """A reference stage whose every tensor is float64 (integers stay). ``plan`` is empty: nothing is rounded.
@@ -61,6 +64,8 @@ class OracleStage:
         self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor] | None, replay: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
         """``run`` on inputs that are float64 already."""
+        # Judged values are float64 throughout, so ids may come back as such.
+        inputs = {name: t.long() if name in INTEGERS else t for name, t in inputs.items()}
         given = {name: upcast(value) for name, value in (params or {}).items()}
         with float64():
             return self.inner.run(params=given, replay=replay, **inputs)
@@ -80,8 +85,9 @@ class DirectOracleStage(OracleStage):
         self.direct_with = inner.direct_with
 
     def direct(self, **inputs: Tensor) -> dict[str, Tensor]:
+        wide = {name: upcast(value) for name, value in inputs.items()}
         with float64():
-            return self._direct(**{name: upcast(value) for name, value in inputs.items()})
+            return self._direct(**wide)
 
 
 class HFOracle:

@@ -78,7 +78,7 @@ def fake_quantize(w: Tensor, amax: Tensor | None = None) -> Tensor:
         # The codes' grid without a table look-up (cheap in a captured graph): the step is 0.5 below 2, 1 below 4, 2
         # above, and round() breaks ties to even just as the even mantissa does.
         size = scaled.abs()
-        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+        step = 0.5 + 0.5 * (size >= 2) + 1.0 * (size >= 4)
         grid = ((scaled / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
         error = (grid * scale.unsqueeze(-1)).flatten(-2).bfloat16().float() - w
     return w + error

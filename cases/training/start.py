@@ -63,8 +63,8 @@ def _experts(mlp: nn.Module, g: torch.Generator) -> None:
     up = torch.randn(count, width, hidden, generator=g) * hidden**-0.5
     for e in range(count):
         channel = torch.randperm(width // 2, generator=g)[:2]
-        up[e, channel[0]] *= 4.0  # a gate channel
-        up[e, width // 2 + channel[1]] *= 4.0  # an up channel
+        up[e, channel[0]] *= 3.0  # a gate channel
+        up[e, width // 2 + channel[1]] *= 3.0  # an up channel
     experts.gate_up_proj.copy_(up)
     experts.down_proj.copy_(torch.randn(experts.down_proj.shape, generator=g) * 0.5 * (width // 2) ** -0.5)
     if mlp.is_hash:

@@ -73,6 +73,8 @@ def question(seed: int, length: int, objects: int = 16) -> tuple[list[str], str]
     words = story(seed, length, objects)
     while words and words[-1] not in (".", "<eos>"):
         words.pop()
+    if not words:  # no sentence ends within `length`
+        return question(seed, length + 8, objects)
     homes: dict[str, str] = {}
     for i, word in enumerate(words):
         if word == "in":

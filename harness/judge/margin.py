@@ -36,10 +36,16 @@ class Margin:
     """The signed error of every element in multiples of its bound."""
 
     signed: Tensor  # (production - oracle) / bound, 0 where the oracle is -inf (rule 1 looked there)
+    error: Tensor
     bound: Tensor
     worst: float
     at: tuple[int, ...]
-    vacuous: bool  # a zero output would pass
+    blind: float  # share of elements where a zero would pass
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether a zero output would pass."""
+        return self.blind == 1.0
 
 
 def spread(judged: Judged) -> Tensor:
@@ -54,15 +60,13 @@ def bound(judged: Judged, dtype: str) -> Tensor:
 
 
 def margin(production: Tensor, judged: Judged, dtype: str) -> Margin:
-    """Compare one non-empty tensor with the oracle's value and spread."""
+    """Compare one non-empty tensor with the oracle's value and spread. B is never 0: h has a smallest value."""
     b = bound(judged, dtype)
-    finite = torch.isfinite(judged.value)
-    y = torch.where(finite, judged.value, 0.0)
-    error = torch.where(finite, production.double() - y, 0.0)
-    tiny = torch.finfo(torch.float64).tiny  # B is 0 only where h underflows; 0/0 is then no error, x/0 a huge one
-    b = torch.where(finite, b, 1.0).clamp_min(tiny)
+    y, error = judged.value, production.double() - judged.value
+    if not (finite := torch.isfinite(y)).all():
+        y, error, b = (torch.where(finite, x, fill) for x, fill in ((y, 0.0), (error, 0.0), (b, 1.0)))
     signed = error / b
     size = signed.abs()
     flat = int(size.argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), size.shape))
-    return Margin(signed, b, float(size.flatten()[flat]), at, vacuous=bool((y.abs() <= b).all()))
+    return Margin(signed, error, b, float(size.flatten()[flat]), at, float((y.abs() <= b).double().mean()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -143,13 +144,12 @@ def _value(pair: Pair, base: TensorComparison, production: Tensor, judged: Judge
     assert pair.reference is not None
     dtype = pair.output.dtype
     m = margin_rule.margin(production, judged, dtype)
-    finite = torch.isfinite(judged.value)
-    y = torch.where(finite, judged.value, 0.0)
-    error = m.signed * m.bound
-    theirs = torch.where(finite, pair.reference.double() - own, 0.0)
-    c = cost_rule.cost(error[finite], theirs[finite], y[finite], dtype)
-    base = _described(pair, base, production, y, error, m.signed.abs(), m.bound)
-    size = rms(y[finite])
+    if not math.isfinite(m.worst):
+        return replace(base, verdict=Verdict.INVALID, reason=f"the oracle's spread is not a number at {list(m.at)}")
+    y, only = _finite(judged.value)
+    c = cost_rule.cost(only(m.error), only(pair.reference.double() - own), only(y), dtype)
+    base = _described(pair, base, production, y, m.error, m.signed.abs(), m.bound)
+    size = rms(only(y))
     base = replace(
         base,
         margin=number(m.worst),
@@ -166,6 +166,7 @@ def _value(pair: Pair, base: TensorComparison, production: Tensor, judged: Judge
             "bound at worst": number(float(m.bound[m.at])),
             "RSS at worst": number(float(judged.rss[m.at])),
             "sum at worst": number(float(judged.total[m.at])),
+            "blind share": m.blind,
             "kappa": kappa(dtype),
             "floor": number(c.floor),
             "allowed RMS": number(c.allowed),
@@ -190,13 +191,11 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
     """Rule 6."""
     assert pair.reference is not None
     dtype = pair.output.dtype
-    finite = torch.isfinite(oracle)
-    y = torch.where(finite, oracle, 0.0)
-    error = torch.where(finite, production.double() - y, 0.0)
-    theirs = torch.where(finite, pair.reference.double() - y, 0.0)
-    c = free_rule.free(error[finite], theirs[finite], y[finite], dtype)
+    y, only = _finite(oracle)
+    error = _finite(production.double() - oracle)[0]
+    c = free_rule.free(only(error), only(pair.reference.double() - oracle), only(y), dtype)
     base = _described(pair, base, production, y, error, None, None)
-    size = rms(y[finite])
+    size = rms(only(y))
     base = replace(
         base,
         cost=number(c.ratio),
@@ -214,7 +213,7 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
         },
     )
     if c.ratio is None:
-        reason = f"{error[finite].numel()} elements: below {cost_rule.FEWEST} an RMS says nothing"
+        reason = f"{only(error).numel()} elements: below {cost_rule.FEWEST} an RMS says nothing"
         return replace(base, verdict=Verdict.SKIPPED, reason=reason)
     reasons = []
     if not c.ratio <= 1:
@@ -222,6 +221,14 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
     hollow = size <= c.allowed and pair.output.role != "stat"
     constant = valid.constant(oracle) and valid.constant(pair.reference)
     return _settle(pair, base, reasons, c.error, size, constant, hollow)
+
+
+def _finite(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A tensor with zeros in place of infinities, and a function that keeps only its finite places of others."""
+    mask = torch.isfinite(x)
+    if mask.all():
+        return x, lambda other: other
+    return torch.where(mask, x, 0.0), lambda other: other[mask]
 
 
 def _settle(

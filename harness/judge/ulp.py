@@ -24,6 +24,7 @@ DTYPES = {
     "bool": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MANTISSA, BIAS = 52, 1023  # of float64
 #: name -> (significant bits, smallest normal exponent)
 FORMATS = {"bf16": (8, -126), "fp16": (11, -14), "fp32": (24, -126), "fp64": (53, -1022)}
 
@@ -36,12 +37,12 @@ def name_of(dtype: torch.dtype) -> str:
 def half_ulp(y: Tensor, dtype: str) -> Tensor:
     """Half an ulp of ``dtype`` at every |y|, as float64. Non-finite values give inf."""
     bits, lowest = FORMATS[dtype]
-    magnitude = y.detach().double().abs()
-    _, exponent = torch.frexp(magnitude)  # magnitude = m 2^exponent, m in [0.5, 1): the binade is exponent - 1
-    exponent = torch.where(magnitude == 0, lowest, exponent - 1).clamp_min(lowest)
-    # ldexp on float64 reaches 2^-1074; for fp64 subnormals the half ulp underflows to 0, which is below any bound here.
-    h = torch.ldexp(torch.ones_like(magnitude), exponent - bits)
-    return torch.where(torch.isfinite(magnitude), h, math.inf)
+    # The exponent is read from the bits and the power of two is made of bits: frexp and ldexp are several times slower.
+    biased = y.detach().double().abs().view(torch.int64) >> MANTISSA
+    exponent = (biased - BIAS).clamp_min(lowest) - bits
+    # Below 2^-1022 (half ulps of fp64 subnormals) the smallest normal number is a bound, too.
+    h = ((exponent + BIAS).clamp_min(1) << MANTISSA).view(torch.float64)
+    return h.masked_fill_(biased == 2 * BIAS + 1, math.inf)
 
 
 def kappa(dtype: str) -> float:

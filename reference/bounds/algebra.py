@@ -9,13 +9,18 @@ A :class:`Spread` is a float64 value ``y`` with two first-order summaries of the
   probabilistic rounding error analysis", SISC 2019, for the same argument on sums).
 * ``lin``, the plain sum of the amplitudes: no rounding pattern exceeds it (Higham, "Accuracy and Stability", ch. 3).
 
+* ``bias``, errors that are known: where the plan rounds a value whose every admissible perturbation rounds to the same
+  number (all but about one in a thousand), the error is that number minus ``y``, sign included. It counts once, not
+  five times; see :meth:`Spread.fixed`.
+
 Roundings that are *not* independent are handled where they arise: equal values round alike (:func:`coherent`), and a
 factor common to many elements (a norm, a softmax denominator) is propagated as one error, not as many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,59 +38,97 @@ REACH = 5.0
 
 @dataclass(frozen=True)
 class Spread:
-    """A value, the sum of squares of the errors that reach it, and their plain sum; all float64, broadcastable."""
+    """A value with the squares, the plain sum and the known part of the errors that reach it; float64, of one shape."""
 
     y: Tensor
     var: Tensor
     lin: Tensor
+    bias: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def __post_init__(self) -> None:
+        for name in ("var", "lin", "bias"):
+            object.__setattr__(self, name, getattr(self, name).expand(self.y.shape))
 
     @property
     def rss(self) -> Tensor:
+        """Of the errors that are not known."""
         return self.var.sqrt()
 
     @property
     def reach(self) -> Tensor:
-        """How far the value may stray: what the margin rule would call delta."""
+        """How far the value may stray from y + bias."""
         return torch.minimum(REACH * self.rss, self.lin)
+
+    @property
+    def at(self) -> Tensor:
+        """Where the value is with its known errors: roundings and slopes are taken here."""
+        return self.y + self.bias
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Spread:
+        """The same selection or change of shape for all parts."""
+        return Spread(change(self.y), change(self.var), change(self.lin), change(self.bias))
 
     def plus(self, *amplitudes: Tensor) -> Spread:
         """Add independent errors, each given by its largest absolute effect."""
         var, lin = self.var, self.lin
         for a in amplitudes:
             var, lin = var + a * a, lin + a.abs()
-        return Spread(self.y, var, lin)
-
-    def rounded(self, unit: float) -> Spread:
-        """One rounding to a format of unit roundoff `unit`: at most unit |y|, whatever binade y strays into."""
-        return self.plus(unit * self.y.abs())
+        return Spread(self.y, var, lin, self.bias)
 
     def times(self, factor: Tensor | float) -> Spread:
         """Exact multiplication by a known factor."""
-        size = torch.as_tensor(factor, dtype=torch.float64).abs()
-        return Spread(self.y * factor, self.var * size * size, self.lin * size)
+        f = torch.as_tensor(factor, dtype=torch.float64)
+        return Spread(self.y * f, self.var * f * f, self.lin * f.abs(), self.bias * f)
 
-    def view(self, *shape: int) -> Spread:
-        return Spread(self.y.reshape(shape), self.var.reshape(shape), self.lin.reshape(shape))
+    def rounded(self, unit: float) -> Spread:
+        """One rounding to a format of unit roundoff `unit`, as an unknown error: at most unit |y|, in any binade.
+
+        fp32's unit adds nothing: fp32 arithmetic has counted it.
+        """
+        return self.plus(unit * self.at.abs()) if unit > V else self
+
+    def fixed(self, dtype: str) -> Spread:
+        """One rounding to `dtype` where its result is known.
+
+        Rounding to nearest is monotonic: if both ends of the interval that the value may lie in round to one number,
+        every value in it does. Then the errors so far are gone and the known error is what is left. Elsewhere (a tie
+        within reach) nothing is known and the rounding is one more unknown error.
+        """
+        if dtype != "bf16":
+            return self
+        at = self.at
+        reach = self.reach + 1e-14 * at.abs()
+        low, high = to_bf16(at - reach), to_bf16(at + reach)
+        known = low == high
+        loose = self.plus(UNIT["bf16"] * at.abs())
+        none = torch.zeros_like(at)
+        return Spread(
+            self.y,
+            torch.where(known, none, loose.var),
+            torch.where(known, none, loose.lin),
+            torch.where(known, low - self.y, self.bias),
+        )
+
+    def moved(self, at: Tensor) -> Spread:
+        """The same unknown errors around another known position."""
+        return Spread(self.y, self.var, self.lin, at - self.y)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(rss, total) of the value's shape, with total never below rss."""
-        rss = self.rss.expand(self.y.shape).clone()
-        return rss, torch.maximum(self.lin.expand(self.y.shape), rss)
+        """(rss, total) for the margin rule: min(5 rss, total) is |bias| plus the reach of the unknown errors."""
+        known = self.bias.abs()
+        rss = self.rss + known / REACH
+        return rss, torch.maximum(self.lin + known, rss)
 
 
 def exact(y: Tensor) -> Spread:
     """A value that comes without error: an input or a parameter."""
-    return Spread(y, torch.zeros_like(y), torch.zeros_like(y))
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    return Spread(y, zero, zero, zero)
 
 
-def rounding_error(value: Tensor, dtype: str) -> Tensor:
-    """The error that rounding a *known* value makes: parameters and inputs, whose bits both sides see.
-
-    Unlike ``unit |y|`` it is zero where the value is representable, and it has a sign: equal weights err alike.
-    """
-    if dtype == "bf16":
-        return value.to(torch.bfloat16).double() - value
-    return torch.zeros_like(value)
+def to_bf16(value: Tensor) -> Tensor:
+    """Rounded to nearest bf16, as float64."""
+    return value.to(torch.bfloat16).double()
 
 
 def rounding_key(value: Tensor, bits: int = 10) -> Tensor:

@@ -60,7 +60,7 @@ def _softmax(q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, scaling: f
     """
     b, s, h, width = q.shape
     product = contract(q.reshape(b, s * h, width), keys)
-    raw = product.view(b, s, h, -1).times(scaling)
+    raw = product.map(lambda t: t.reshape(b, s, h, -1)).times(scaling)
     seen = visible.unsqueeze(2)
     l = torch.where(seen, raw.y, torch.full_like(raw.y, float("-inf")))
     sink = sinks.expand(b, s, h)
@@ -120,7 +120,7 @@ def _output(soft: _Soft, keys: Tensor, plan: Plan) -> Spread:
     def over_keys(weights: Tensor, v: Tensor) -> Tensor:
         return (weights.reshape(b, s * h, j) @ v).view(b, s, h, width)
 
-    acc = contract(soft.p.reshape(b, s * h, j), values).view(b, s, h, width)
+    acc = contract(soft.p.reshape(b, s * h, j), values).map(lambda t: t.reshape(b, s, h, width))
     count = soft.count.unsqueeze(-1)
     o = acc.y
     a = soft.p * class_sums(soft.p, soft.key, -1) * soft.d**2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .algebra import Spread, V, exact
+from .algebra import Spread, exact
 from .linear import linear
 from .norm import rms_norm
 from .plan import Plan
@@ -27,21 +27,17 @@ def compress(
     """
     kv = linear(exact(x), params["kv_proj.weight"], plan.dtype("weight"))
     gate = linear(exact(x), params["gate_proj.weight"], plan.dtype("weight"))
-    unit = plan.unit("proj")
-    if unit > V:
-        kv, gate = kv.rounded(unit), gate.rounded(unit)
+    kv, gate = kv.fixed(plan.dtype("proj")), gate.fixed(plan.dtype("proj"))
     pooled = pool(
-        Spread(*(windows(t, rate, overlap, 0.0) for t in (kv.y, kv.var, kv.lin))),
+        kv.map(lambda t: windows(t, rate, overlap, 0.0)),
         Spread(
             windows(gate.y, rate, overlap, float("-inf")),
-            windows(gate.var, rate, overlap, 0.0),
-            windows(gate.lin, rate, overlap, 0.0),
+            *(windows(t, rate, overlap, 0.0) for t in (gate.var, gate.lin, gate.bias)),
         ),
         _bias(params["position_bias"], overlap),
         plan.unit("probs"),
     )
-    inner = pooled.rounded(plan.unit("pooled")) if plan.unit("pooled") > V else pooled
-    normed = rms_norm(inner, params["kv_norm.weight"], eps)
+    normed = rms_norm(pooled.fixed(plan.dtype("pooled")), params["kv_norm.weight"], eps)
     cos, sin = table(
         torch.arange(pooled.y.shape[1], device=x.device) * rate,
         inv_freq,
@@ -62,12 +58,9 @@ def tail_rounded(x: Spread, width: int, dtype: str, next_dtype: str) -> Spread:
     The other channels are copied by the rotation, so they see both roundings one after the other: of equal formats the
     second changes nothing, and that one is accounted for by whoever rounds the result.
     """
-    rounded = x.rounded(2.0**-8) if dtype == "bf16" else x
+    rounded = x.fixed(dtype)
     if dtype != next_dtype:
         return rounded
     cut = x.y.shape[-1] - width
-    return Spread(
-        x.y,
-        torch.cat((x.var[..., :cut], rounded.var[..., cut:]), -1),
-        torch.cat((x.lin[..., :cut], rounded.lin[..., cut:]), -1),
-    )
+    parts = ((getattr(x, name)[..., :cut], getattr(rounded, name)[..., cut:]) for name in ("y", "var", "lin", "bias"))
+    return Spread(*(torch.cat(pair, -1) for pair in parts))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algebra import TINY, Spread, V, exact, rounding_error, short_sum
+from .algebra import TINY, Spread, V, exact, short_sum
 from .linear import linear
 from .plan import Plan
 
@@ -24,10 +24,10 @@ class Block:
 
 def clamped(x: Spread, low: float | None, high: float) -> Spread:
     """clamp(x): beyond the limit only the part of the error that reaches back across it counts."""
-    y = x.y.clamp(min=low, max=high)
-    over = (x.y - y).abs()
+    at = x.at.clamp(min=low, max=high)
+    over = (x.at - at).abs()
     passes = (over < x.reach) | (over == 0)
-    return Spread(y, x.var * passes, (x.lin - over).clamp(min=0.0))
+    return Spread(x.y.clamp(min=low, max=high), x.var * passes, (x.lin - over).clamp(min=0.0)).moved(at)
 
 
 def silu(x: Spread) -> Spread:
@@ -35,77 +35,61 @@ def silu(x: Spread) -> Spread:
 
     The function: the exponential's (3 + |x|) v, of which 1 - sigma arrives, and 4 v for addition, division and product.
     """
-    s, t = torch.sigmoid(x.y), torch.sigmoid(-x.y)
-    y = x.y * s
-    slope = (s * (1 + x.y * t)).abs() + x.reach / 2
-    out = Spread(y, (slope * x.rss) ** 2, slope * x.lin)
-    return out.plus(V * y * t * (3 + x.y.abs()), 4 * V * y, TINY * x.y)
+    at = x.at
+    s, t = torch.sigmoid(at), torch.sigmoid(-at)
+    slope = (s * (1 + at * t)).abs() + x.reach / 2
+    out = Spread(x.y * torch.sigmoid(x.y), (slope * x.rss) ** 2, slope * x.lin).moved(at * s)
+    return out.plus(V * at * s * t * (3 + at.abs()), 4 * V * at * s, TINY * at)
 
 
-def activation(gate: Spread, up: Spread, limit: float, silu_unit: float) -> Spread:
+def activation(gate: Spread, up: Spread, limit: float, silu_dtype: str) -> Spread:
     """silu(clamp(gate)) * clamp(up), with the product of both errors where both factors are near zero."""
-    g = silu(clamped(gate, None, limit))
-    if silu_unit > V:
-        g = g.rounded(silu_unit)
+    g = silu(clamped(gate, None, limit)).fixed(silu_dtype)
     u = clamped(up, -limit, limit)
-    y = g.y * u.y
-    return Spread(
-        y, u.y**2 * g.var + g.y**2 * u.var + g.reach**2 * u.var, u.y.abs() * g.lin + g.y.abs() * u.lin + g.lin * u.lin
-    ).plus(V * y)
+    var = u.at**2 * g.var + g.at**2 * u.var + g.reach**2 * u.var
+    lin = u.at.abs() * g.lin + g.at.abs() * u.lin + g.lin * u.lin
+    return Spread(g.y * u.y, var, lin).moved(g.at * u.at).plus(V * g.at * u.at)
 
 
 def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float, plan: Plan) -> Block:
     """One SwiGLU block on rows x [R, d].
 
-    `gate`, `up`, `silu`, `act` round what the next step reads. The rounding of act is known as far as act is, and equal
-    values (clamped channels) err alike, so the error that rounding to nearest makes joins the independent sum:
-    (sum W e)^2 + sum (W u h)^2.
+    `gate`, `up`, `silu` and `act` round what the next step reads, each at one place that leaves no choice, so these
+    roundings are known (:meth:`Spread.fixed`), and so is what they do to the result.
     """
     weight = plan.dtype("weight")
     g, u = linear(exact(x), gate, weight), linear(exact(x), up, weight)
-    g_seen = g.rounded(plan.unit("gate")) if plan.unit("gate") > V else g
-    u_seen = u.rounded(plan.unit("up")) if plan.unit("up") > V else u
-    h = activation(g_seen, u_seen, limit, plan.unit("silu"))
-    unit = plan.unit("act")
-    d = linear(h.rounded(unit) if unit > V else h, down, weight)
-    if unit > V:
-        nominal = rounding_error(h.y, plan.dtype("act")) @ down.mT
-        d = Spread(d.y, d.var + nominal**2, d.lin)
-    return Block(g, u, h, d)
+    h = activation(g.fixed(plan.dtype("gate")), u.fixed(plan.dtype("up")), limit, plan.dtype("silu"))
+    return Block(g, u, h, linear(h.fixed(plan.dtype("act")), down, weight))
 
 
 def experts(x: Tensor, picks: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float, plan: Plan) -> Block:
     """The blocks of every (row, slot): x [R, d], picks [R, k] -> values [R, k, ...]."""
-    rows, slots = picks.shape
-    widths = (gate.shape[1], up.shape[1], gate.shape[1], down.shape[1])
-    parts = [[torch.zeros(rows, slots, w, dtype=torch.float64, device=x.device) for _ in range(3)] for w in widths]
+    whole: list[Spread] = []
     for e in sorted(set(picks.flatten().tolist())):
-        if not 0 <= e < gate.shape[0]:
-            continue
         row, slot = torch.where(picks == e)
         done = block(x[row], gate[e], up[e], down[e], limit, plan)
-        for part, value in zip(parts, (done.gate, done.up, done.act, done.down), strict=True):
-            for whole, piece in zip(part, (value.y, value.var, value.lin), strict=True):
-                whole[row, slot] = piece
-    return Block(*(Spread(*part) for part in parts))
+        values = (done.gate, done.up, done.act, done.down)
+        if not whole:
+            whole = [v.map(lambda t: t.new_zeros(*picks.shape, t.shape[-1])) for v in values]
+        for target, value in zip(whole, values, strict=True):
+            for name in ("y", "var", "lin", "bias"):
+                getattr(target, name)[row, slot] = getattr(value, name)
+    return Block(*whole)
 
 
 def combine(down: Spread, weights: Tensor, picks: Tensor, plan: Plan) -> Spread:
     """sum_k w_k down_k over [R, k, d].
 
     `down` and `weighted` round each term; `sum` rounds the running sum after every addition but the last, which is the
-    output's own rounding (index_add_ into a bf16 tensor, in the order of expert ids). With one or two experts a token
-    no such rounding is left.
+    output's own rounding (index_add_ into a bf16 tensor, in the order of expert ids; another order has other partial
+    sums, so these count as unknown). With one or two experts a token no such rounding is left.
     """
-    seen = down.rounded(plan.unit("down")) if plan.unit("down") > V else down
-    w = weights.unsqueeze(-1)
-    terms = seen.times(w)
+    terms = down.fixed(plan.dtype("down")).times(weights.unsqueeze(-1))
+    terms = terms.plus(V * terms.at).fixed(plan.dtype("weighted"))
     rss, total = short_sum(terms.y, -2)
-    out = Spread(terms.y.sum(-2), terms.var.sum(-2), terms.lin.sum(-2))
-    out = Spread(out.y, out.var + rss**2, out.lin + total)
-    unit = plan.unit("weighted")
-    if unit > V:
-        out = out.plus(*(unit * t for t in terms.y.unbind(-2)))
+    out = terms.map(lambda t: t.sum(-2))
+    out = Spread(out.y, out.var + rss**2, out.lin + total, out.bias)
     unit = plan.unit("sum")
     if unit > V:
         order = picks.argsort(-1).unsqueeze(-1).expand_as(terms.y)

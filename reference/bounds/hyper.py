@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algebra import TINY, Spread, V, exact, rounding_error, short_sum
+from .algebra import TINY, Spread, V, exact, short_sum
 from .linear import linear
 from .norm import arithmetic
 from .sinkhorn import projection
@@ -109,21 +109,23 @@ def _opened(l: Logits, hc_eps: float) -> Spread:
     return Spread(y, s.var, s.lin).plus(V * y)
 
 
-def mix(streams: Tensor, post: Tensor, comb: Tensor, out: Tensor, *, coef: str, terms_unit: float) -> Spread:
+def mix(streams: Tensor, post: Tensor, comb: Tensor, out: Tensor, *, coef: str, terms: float) -> Spread:
     """post_m y + sum_n comb[n, m] x_n for every output stream m.
 
-    fp32: N + 1 products and their sum. `coef` rounds the coefficients, which are given, so that their errors are known;
-    `terms` rounds the product with post and the sum of the others, as two separate tensors in the reference.
+    fp32: N + 1 products and their sum. `coef` rounds the coefficients, which are given, so what that does is known;
+    `terms` rounds (to unit roundoff `terms`) the product with post and the sum of the others, which the reference holds
+    as two tensors; a kernel may round other products, so these count as unknown.
     """
-    products = comb.unsqueeze(-1) * streams.unsqueeze(-2)  # [..., n, m, d]
-    expanded = post.unsqueeze(-1) * out.unsqueeze(-2)
-    residual = products.sum(-3)
-    both = torch.cat((expanded.unsqueeze(-3), products), -3)
-    rss, total = short_sum(both, -3)
-    result = Spread(expanded + residual, rss**2, total)
-    if coef == "bf16":
-        moved = rounding_error(comb, coef).unsqueeze(-1) * streams.unsqueeze(-2)
-        result = result.plus(*moved.unbind(-3), rounding_error(post, coef).unsqueeze(-1) * out.unsqueeze(-2))
-    if terms_unit > V:
-        result = result.plus(terms_unit * expanded, terms_unit * residual)
-    return result
+    weight, add = exact(comb).fixed(coef), exact(post).fixed(coef)
+
+    def both(c: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        return p.unsqueeze(-1) * out.unsqueeze(-2), (c.unsqueeze(-1) * streams.unsqueeze(-2)).sum(-3)  # [..., m, d]
+
+    expanded, residual = both(weight.at, add.at)
+    magnitude = (post.unsqueeze(-1) * out.unsqueeze(-2)).abs()
+    magnitude = magnitude + (comb.unsqueeze(-1) * streams.unsqueeze(-2)).abs().sum(-3)
+    count = streams.shape[-2] + 1
+    zero = torch.zeros_like(magnitude)
+    result = Spread(sum(both(comb, post), start=zero), V**2 * count * magnitude**2, V * (count + 1) * magnitude)
+    result = result.moved(expanded + residual)
+    return result.plus(terms * expanded, terms * residual) if terms > V else result

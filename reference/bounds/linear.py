@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .algebra import Spread, V, exact, rounding_error
+from .algebra import Spread, V, exact
 
 #: Prefix sums are looked at after at most this many equal blocks of the reduction.
 _BLOCKS = 16
@@ -42,35 +42,43 @@ def contract(a: Tensor, b: Tensor) -> Spread:
 def linear(x: Spread, weight: Tensor, weight_dtype: str) -> Spread:
     """x [..., K] times weight [N, K] transposed.
 
-    Errors of x are independent between channels and pass through the squares (and absolute values) of the weight. A
-    weight that the plan rounds is a known number, so its error e is known as well:
-
-        var += (sum x e)^2 + sum (x e)^2,
-
-    the error that rounding to nearest makes, and the independent sum beside it so that the bound does not close where
-    that error happens to cancel (a decoder that rounds twice moves single weights). It matters that e is taken as it
-    is: NVFP4 weights of one tensor have about a dozen distinct mantissas, their relative errors are equal in whole
-    classes, and a representable weight has none. Two roundings of the result (scales applied after the sum, alpha)
-    are added.
+    Errors of x are independent between channels: their squares pass through the squares of the weight, their sizes
+    through its sizes, what is known of them through the weight itself. The same holds for a weight that the plan
+    rounds. A weight is a known number, so its rounding is known too (:meth:`Spread.fixed`; a decoder that multiplies
+    the scales in fp32 first may be 2 v off, which moves the few that lie at a tie). It matters that the error is taken
+    as it is: NVFP4 weights of one tensor have about a dozen distinct mantissas, their relative errors are equal in
+    whole classes, and a representable weight has none. Two roundings of the result (scales applied after the sum,
+    alpha) are added.
     """
     out = contract(x.y, weight)
-    out = out.plus(V * out.y.abs(), V * out.y.abs())
-    var, lin = out.var, out.lin
-    if bool((x.lin != 0).any()):
-        var, lin = var + x.var @ (weight * weight).mT, lin + x.lin @ weight.abs().mT
-    error = rounding_error(weight, weight_dtype)
-    if bool((error != 0).any()):
-        squares = (x.y * x.y) @ (error * error).mT
-        var = var + (x.y @ error.mT) ** 2 + squares
-        lin = lin + (weight.shape[-1] * squares).sqrt()
-    return Spread(out.y, var, lin)
+    out = _through(out.plus(V * out.y.abs(), V * out.y.abs()), x, weight)
+    if weight_dtype == "bf16":
+        out = _through(out, exact(weight).plus(2 * V * weight.abs()).fixed(weight_dtype), x.at, swap=True)
+    return out
+
+
+def _through(out: Spread, source: Spread, other: Tensor, *, swap: bool = False) -> Spread:
+    """Add to `out` the errors of one operand times the values of the other: source @ other^T, or other @ source^T."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return b @ a.mT if swap else a @ b.mT
+
+    var, lin, bias = out.var, out.lin, out.bias
+    if bool((source.lin != 0).any()):
+        var, lin = var + product(source.var, other * other), lin + product(source.lin, other.abs())
+    if bool((source.bias != 0).any()):
+        bias = bias + product(source.bias, other)
+    return Spread(out.y, var, lin, bias)
 
 
 def grouped(x: Tensor, weight: Tensor, groups: int, weight_dtype: str) -> Spread:
     """Block-diagonal product: x [..., G * K] and weight [G * N, K] give [..., G, N] (the output projection's o_a)."""
-    rows = x.reshape(-1, groups, x.numel() // (groups * max(1, x.shape[:-1].numel())))
+    rows = x.reshape(-1, groups, weight.shape[-1])
     parts = [linear(exact(rows[:, g]), w, weight_dtype) for g, w in enumerate(weight.chunk(groups, 0))]
-    shape = (*x.shape[:-1], groups, weight.shape[0] // groups)
-    return Spread(
-        *(torch.stack([getattr(p, part) for p in parts], 1).reshape(shape) for part in ("y", "var", "lin")),
-    )
+    return stack(parts, 1).map(lambda t: t.reshape(*x.shape[:-1], groups, -1))
+
+
+def stack(parts: list[Spread], dim: int) -> Spread:
+    """torch.stack for values with spreads."""
+    y, var, lin, bias = (torch.stack([getattr(p, name) for p in parts], dim) for name in ("y", "var", "lin", "bias"))
+    return Spread(y, var, lin, bias)

@@ -18,12 +18,13 @@ def arithmetic(size: int) -> tuple[float, float]:
     return V * (size / 4 + 25.0) ** 0.5, V * (size / 2 + 10.0)
 
 
-def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_unit: float = 0.0) -> Spread:
+def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_dtype: str = "exact") -> Spread:
     """y = w x r with r = (mean(x^2) + eps)^(-1/2), over the last axis.
 
     First order: dy_d = w_d r dx_d - y_d (r^2 / D) sum_e x_e dx_e, the second part common to the row. r is taken at the
     smallest mean square that the errors of x allow: a row that is almost nothing but error (pooled keys that cancel)
-    is amplified by up to eps^(-1/2). `rsqrt_unit` rounds r itself (HF's unweighted norm): one error for a whole row.
+    is amplified by up to eps^(-1/2). `rsqrt_dtype` rounds r itself (HF's unweighted norm): one error for a whole row,
+    and a known one (:meth:`Spread.fixed`).
     """
     size = x.y.shape[-1]
     square = (x.y * x.y).mean(-1, keepdim=True)
@@ -31,10 +32,9 @@ def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_unit: float = 0
     w = torch.ones_like(x.y) if weight is None else weight
     y = x.y * r * w
     rss, total = arithmetic(size)
-    out = Spread(y, (rss * y) ** 2, total * y.abs())
-    if rsqrt_unit > V:
-        out = out.plus(rsqrt_unit * y.abs())
-    if bool((x.lin != 0).any()):
+    factor = Spread(r, (rss * r) ** 2, total * r).fixed(rsqrt_dtype)
+    out = factor.times(x.y * w).plus(V * y.abs())
+    if bool(((x.lin != 0) | (x.bias != 0)).any()):
         stray = torch.minimum(REACH * x.var.mean(-1, keepdim=True).sqrt(), x.lin.square().mean(-1, keepdim=True).sqrt())
         sup = (((square.sqrt() - stray).clamp(min=0.0)) ** 2 + eps).rsqrt()
         own, common = (w * sup).abs(), y.abs() * sup * sup / size
@@ -42,5 +42,6 @@ def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_unit: float = 0
             y,
             out.var + own**2 * x.var + common**2 * (x.y**2 * x.var).sum(-1, keepdim=True),
             out.lin + own * x.lin + common * (x.y.abs() * x.lin).sum(-1, keepdim=True),
+            out.bias + w * r * x.bias - y * r * r / size * (x.y * x.bias).sum(-1, keepdim=True),
         )
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .algebra import REACH, Spread, V, class_sums, coherent, rounding_key
+from .algebra import REACH, Spread, V, coherent, rounding_key
 
 
 def windows(t: Tensor, rate: int, overlap: bool, fill: float) -> Tensor:
@@ -31,33 +31,32 @@ def pool(kv: Spread, gate: Spread, bias: Tensor, probs_unit: float) -> Spread:
         var = sum (p_t dk_t)^2 + sum (p_t (k_t - y) expm1(d_t))^2 + the roundings of p and of p k,
 
     divided by the smallest denominator. d_t: the projection's error, v |l| for the bias and 2 v |l - max| + 3 v for the
-    exponential. Tokens of one window are often the same token, whose projections are bit for bit the same and err
-    alike, so each sum is taken over classes of equal values (:func:`coherent`). Masked slots have l = -inf and no
-    effect. A reduced `probs` rounds p and, as a product of two bf16 tensors, p k as well.
+    exponential. Known errors of k and l move the pooled value to a known place, around which all this is taken. Tokens
+    of one window are often the same token, whose projections are bit for bit the same and err alike, so each sum is
+    taken over classes of equal values (:func:`coherent`). Masked slots have l = -inf and no effect. A reduced `probs`
+    rounds p and, as a product of two bf16 tensors, p k as well; a fused kernel may round e^{l - max} instead, so these
+    count as unknown.
     """
-    l = gate.y + bias
+    plain = (torch.softmax(gate.y + bias, -2) * kv.y).sum(-2)
+    l, k = gate.at + bias, kv.at
     p = torch.softmax(l, -2)
-    live = p > 0
+    live = l.isfinite()
     away = torch.where(live, l - l.amax(-2, keepdim=True), torch.zeros_like(l)).abs()
     size = torch.where(live, l, torch.zeros_like(l)).abs()
     moved = gate.plus(V * size, 2 * V * away, torch.full_like(p, 3 * V))
     d, d_lin = torch.expm1(moved.rss), torch.expm1(moved.lin)
-    y = (p * kv.y).sum(-2)
-    gap = kv.y - y.unsqueeze(-2)
-    kv_key = rounding_key(kv.y)
+    y = (p * k).sum(-2)
+    tilt = p * (k - y.unsqueeze(-2)).abs()
+    terms = p * k
     gate_key = rounding_key(torch.where(live, gate.y, torch.zeros_like(l)))
-    tilt = p * gap.abs()
-    terms = p * kv.y
-    var = coherent(p * kv.rss, kv_key, -2) + coherent(tilt * d, gate_key, -2)
+    var = coherent(p * kv.rss, rounding_key(kv.y), -2) + coherent(tilt * d, gate_key, -2)
     lin = (p * kv.lin).sum(-2) + (tilt * d_lin).sum(-2)
     if probs_unit > V:
         magnitude = probs_unit * terms
         var = var + coherent(magnitude, rounding_key(p), -2) + coherent(magnitude, rounding_key(terms), -2)
         lin = lin + 2 * magnitude.abs().sum(-2)
-    shift = torch.minimum(
-        REACH * (p * d * class_sums(p * d, gate_key, -2)).sum(-2).sqrt(), (p * -torch.expm1(-moved.lin)).sum(-2)
-    )
-    grow = 1 / (1 - shift.clamp(max=0.9))
-    slots = p.shape[-2]
-    absolute = terms.abs().sum(-2)
-    return Spread(y, var * grow**2, lin * grow).plus(V * slots**0.5 * absolute, 3 * V * y.abs())
+    shift = REACH * coherent(p * d, gate_key, -2).sqrt()
+    shift = torch.minimum(shift, (p * -torch.expm1(-moved.lin)).sum(-2)).clamp(max=0.9)
+    grow = 1 / (1 - shift)
+    around = Spread(plain, var * grow**2, lin * grow).moved(y)
+    return around.plus(V * p.shape[-2] ** 0.5 * terms.abs().sum(-2), 3 * V * y.abs())

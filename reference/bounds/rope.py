@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Spread, V, exact
+from .linear import stack
 
 
 def table(positions: Tensor, inv_freq: Tensor, unit: float, *, fp32_angle: bool) -> tuple[Spread, Spread]:
@@ -24,7 +25,7 @@ def table(positions: Tensor, inv_freq: Tensor, unit: float, *, fp32_angle: bool)
         moved = phase.abs() * slope.abs()
         size = y.abs()
         out = Spread(y, V**2 * (4 * size**2 + angle * 16 * moved**2), V * (4 * size + angle * 10 * moved))
-        return out.rounded(unit) if unit > V else out
+        return out.rounded(unit)
 
     return one(cos, sin), one(sin, cos)
 
@@ -35,34 +36,27 @@ def rotate(x: Spread, cos: Spread, sin: Spread, *, inverse: bool = False) -> Spr
     cos and sin [..., R] broadcast against x. Each result has two products and a sum in fp32: v (|ac| + |bs| + |y|). The
     channels in front are copied.
     """
-    width = 2 * cos.y.shape[-1]
-    head = x.y.shape[-1] - width
-    c, s = cos, (sin.times(-1.0) if inverse else sin)
+    head = x.y.shape[-1] - 2 * cos.y.shape[-1]
+    a, b = x.map(lambda t: t[..., head::2]), x.map(lambda t: t[..., head + 1 :: 2])
+    front, turn = x.map(lambda t: t[..., :head]), sin.times(-1.0 if inverse else 1.0)
+    turned = stack([_half(a, cos, b, turn.times(-1.0)), _half(b, cos, a, turn)], -1).map(lambda t: t.flatten(-2))
+    return Spread(*(torch.cat((getattr(front, p), getattr(turned, p)), -1) for p in ("y", "var", "lin", "bias")))
 
-    def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-        tail = t[..., head:]
-        return tail[..., 0::2], tail[..., 1::2]
 
-    (a, b), (var_a, var_b), (lin_a, lin_b) = pairs(x.y), pairs(x.var), pairs(x.lin)
-
-    def half(y: Tensor, near: tuple[Tensor, ...], far: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        (p, var_p, lin_p), (q, var_q, lin_q) = near, far  # y = p c -/+ q s
-        pc, qs = (p * c.y).abs(), (q * s.y).abs()
-        var = c.y**2 * var_p + s.y**2 * var_q + p**2 * c.var + q**2 * s.var + V**2 * (pc**2 + qs**2 + y**2)
-        lin = c.y.abs() * lin_p + s.y.abs() * lin_q + p.abs() * c.lin + q.abs() * s.lin + V * (pc + qs + y.abs())
-        return y, var, lin
-
-    first = half(a * c.y - b * s.y, (a, var_a, lin_a), (b, var_b, lin_b))
-    second = half(b * c.y + a * s.y, (b, var_b, lin_b), (a, var_a, lin_a))
-    joined = [torch.stack(t, -1).flatten(-2) for t in zip(first, second, strict=True)]
-    front = [t[..., :head] for t in (x.y, x.var, x.lin)]
-    return Spread(*(torch.cat((f, j), -1) for f, j in zip(front, joined, strict=True)))
+def _half(p: Spread, c: Spread, q: Spread, s: Spread) -> Spread:
+    """p c + q s."""
+    pc, qs = p.y * c.y, q.y * s.y
+    out = Spread(
+        pc + qs,
+        c.y**2 * p.var + s.y**2 * q.var + p.y**2 * c.var + q.y**2 * s.var,
+        c.y.abs() * p.lin + s.y.abs() * q.lin + p.y.abs() * c.lin + q.y.abs() * s.lin,
+        c.y * p.bias + s.y * q.bias,
+    )
+    return out.plus(V * pc, V * qs, V * out.y)
 
 
 def apply(x: Tensor, cos: Tensor, sin: Tensor, unit: float, *, inverse: bool = False) -> Spread:
     """The rope stages: x [B, S, (H,) D] and given tables [B, S, R]; the plan's `table` point rounds them once more."""
     shape = (*cos.shape[:-1], *(1,) * (x.ndim - cos.ndim), cos.shape[-1])
-    c, s = exact(cos.reshape(shape)), exact(sin.reshape(shape))
-    if unit > V:
-        c, s = c.rounded(unit), s.rounded(unit)
+    c, s = exact(cos.reshape(shape)).rounded(unit), exact(sin.reshape(shape)).rounded(unit)
     return rotate(exact(x), c, s, inverse=inverse)

@@ -107,7 +107,7 @@ def spread(
 
 def _checked(stage: str, name: str, own: Spread, oracle: Tensor) -> Spread:
     """`own` in the oracle's shape, once its value is the oracle's; -inf (not eligible) has no spread."""
-    own = own.view(*oracle.shape)
+    own = own.map(lambda t: t.reshape(oracle.shape))
     finite = oracle.isfinite()
     y = torch.where(finite, oracle, own.y).double()
     scale = y.abs() + (y.square().mean().sqrt() if y.numel() else 0.0)
@@ -119,7 +119,7 @@ def _checked(stage: str, name: str, own: Spread, oracle: Tensor) -> Spread:
             f"{float(own.y[at])!r}; they must be one function"
         )
     zero = torch.zeros((), dtype=torch.float64, device=oracle.device)
-    return Spread(own.y, torch.where(finite, own.var, zero), torch.where(finite, own.lin, zero))
+    return Spread(own.y, *(torch.where(finite, t, zero) for t in (own.var, own.lin, own.bias)))
 
 
 def _only(case: Case, value: Spread) -> dict[str, Spread]:
@@ -131,7 +131,7 @@ def _embed(case: Case) -> dict[str, Spread]:
 
 
 def _norm(case: Case) -> dict[str, Spread]:
-    return _only(case, rms_norm(exact(case.x), case.params.get("weight"), case.eps, case.plan.unit("rsqrt")))
+    return _only(case, rms_norm(exact(case.x), case.params.get("weight"), case.eps, case.plan.dtype("rsqrt")))
 
 
 def _linear(case: Case) -> dict[str, Spread]:
@@ -178,9 +178,7 @@ def _head(case: Case) -> dict[str, Spread]:
 
 def _mix(case: Case) -> dict[str, Spread]:
     i, plan = case.inputs, case.plan
-    value = hyper.mix(
-        i["streams"], i["post"], i["comb"], i["out"], coef=plan.dtype("coef"), terms_unit=plan.unit("terms")
-    )
+    value = hyper.mix(i["streams"], i["post"], i["comb"], i["out"], coef=plan.dtype("coef"), terms=plan.unit("terms"))
     return _only(case, value)
 
 

@@ -54,7 +54,8 @@ class Compressor(HFStage):
         module, x = self.module, inputs["x"]
         norm = Observer(module.kv_norm)
         children: dict[str, torch.nn.Module] = {"kv_norm": norm}
-        if self.config["layer_type"] == CSA:
+        assert self.layer is not None
+        if self.net.geometry.layer_types[self.layer] == CSA:
             children["indexer"] = NoPicks()
         keys, _ = shadow(module, children)(x, None, inputs["positions"], None, self.layer)  # [B, 1, T, D]
         keys = keys.squeeze(1)

@@ -149,4 +149,7 @@ def test_any_case_file_is_read_or_refused(tmp_path: Path, data: dict[str, object
     try:
         cases.load(write(tmp_path, body))
     except UsageError as error:
-        assert "\n" not in str(error)
+        message = str(error)
+    else:
+        message = ""
+    assert "\n" not in message

@@ -42,7 +42,7 @@ class TestClean:
             assert list(rows(records, mode)) == [s.name for s in toy.build("production")]
         assert isinstance(records[0], Config)
         assert records[0].planned == 30
-        assert [r for r in records if isinstance(r, Logits)][0].top1_agreement == 1
+        assert next(r for r in records if isinstance(r, Logits)).top1_agreement == 1
         assert len([r for r in records if isinstance(r, Routing)]) == 2
         assert all(r.verdict is Verdict.PASS for r in records if isinstance(r, Weights))
         assert all(r.ok for r in records if isinstance(r, Certification))
@@ -214,7 +214,7 @@ class TestInvalid:
         assert (done.exit_code, done.verdict) == (3, Verdict.INVALID)
         assert "wires" in str(done.reason)
         assert not rows(records)
-        assert [r for r in records if isinstance(r, Certification)][0].ok is False
+        assert next(r for r in records if isinstance(r, Certification)).ok is False
 
     @pytest.mark.parametrize(
         ("change", "words"), [(lambda x: x * math.nan, "not finite"), (torch.ones_like, "one value everywhere")]

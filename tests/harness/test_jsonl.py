@@ -95,7 +95,7 @@ def test_a_truncated_file(saved: Path) -> None:
 def test_a_foreign_file(tmp_path: Path, text: bytes, words: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(text)
-    with pytest.raises(UsageError, match="run.jsonl") as caught:
+    with pytest.raises(UsageError, match=r"run\.jsonl") as caught:
         jsonl.read(path)
     assert words in str(caught.value)
 

@@ -186,6 +186,15 @@ class TestMargin:
         found = rows.local(Pair(Declared(), self.y.bfloat16(), rough), loose, self.y)
         assert found.verdict is Verdict.INCONCLUSIVE
 
+    def test_a_spread_that_is_no_number_is_no_verdict(self) -> None:
+        spread = torch.zeros_like(self.y)
+        spread[0, 2, 3] = math.nan
+        found = rows.local(
+            Pair(Declared(), self.y.bfloat16(), self.y.bfloat16()), Judged(self.y, spread, spread), self.y
+        )
+        assert found.verdict is Verdict.INVALID
+        assert "[0, 2, 3]" in str(found.reason)
+
     def test_zeros_fail_whatever_the_plan(self) -> None:
         plan = Judged(self.y, self.y.abs() * U, self.y.abs() * U * 9)
         mostly = self.y.bfloat16()

@@ -132,14 +132,15 @@ class TestBypass:
     def test_reference_skips_the_local_row_only(self) -> None:
         found = plan(layers="1", bypass=("layers.1.*=reference", "layers.1.a=production"))
         assert {s.stage: s.bypass for s in found.steps}["layers.1.a"] == "production"
-        assert step(found, "layers.1.b").skips == {"local": "bypassed: reference"}
+        assert step(found, "layers.1.b").skips_local == "bypassed: reference"
+        assert step(found, "layers.1.a").skips_local is None
         assert step(found, "layers.1.b").free_run
 
     def test_direct_sets_both_partners(self) -> None:
         found = plan(layers="1", bypass=("layers.1.mix=direct",))
         assert found.direct == ("layers.1.hc", "layers.1.mix")
         assert [s.stage for s in found.steps if s.bypass == "direct"] == ["layers.1.hc", "layers.1.mix"]
-        assert step(found, "layers.1.hc").skips
+        assert step(found, "layers.1.hc").skips_local
 
     def test_direct_residual_reaches_the_layers_before(self) -> None:
         assert len(plan(layers="1", direct_residual=True).direct) == 6
@@ -155,6 +156,7 @@ class TestDisagreement:
         assert names(found) == LAYER_1  # at its place in execution order
         lonely = step(found, "layers.1.a")
         assert (lonely.fault, lonely.produced, lonely.free_run) == (NEVER, False, False)
+        assert step(found, "layers.1.b").free_run
 
     @pytest.mark.parametrize(
         ("change", "words"),

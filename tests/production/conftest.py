@@ -1,4 +1,4 @@
-"""Fixtures of the production tests: one synthetic checkpoint a session, and the models built from it."""
+"""Fixtures of the production tests: one synthetic checkpoint and the models built from it, made once a run."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_poisoned_rows_beyond_the_length_do_not_reach_valid_queries(native: Mode
 def test_blocks_of_queries_do_not_change_the_result(native: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, inputs = native.stage("layers.1.attn_core"), inputs_of("csa", 2, 300)
     want = stage.run(**inputs)
-    monkeypatch.setattr("production.attention.QUERY_TILE", 37)
+    monkeypatch.setattr("production.attention.QUERY_BLOCK", 37)
     got = stage.run(**inputs)
     assert torch.equal(got["visible"], want["visible"])
     assert (got["out"].float() - want["out"].float()).abs().max() <= 2**-7
