@@ -115,7 +115,7 @@ class Shards:
             if index is not None and index.get(name) != shard:
                 came = f"{index[name]!r} there" if name in index else "no entry there"
                 raise UsageError(
-                    f"{path}: {name}: expected {INDEX} to place it in this shard, came {came}; the index "
+                    f"{path}: {shown(name)}: expected {INDEX} to place it in this shard, came {came}; the index "
                     "and the shards are not of one export"
                 )
             dtype, shape, (first, last) = entry
@@ -174,16 +174,16 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     shape: Any
     offsets: Any
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise UsageError(f"{path}: {name}: expected a dtype among {known}, came {str(dtype)[:40]!r}; export it again")
+        raise UsageError(f"{path}: {shown(name)}: expected a dtype among {known}, came {shown(str(dtype))!r}; export it again")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise _broken(path, f"{name} with shape {str(shape)[:60]} at {str(offsets)[:60]}")
+        raise _broken(path, f"{shown(name)} with shape {shown(str(shape))} at {shown(str(offsets))}")
     size = DTYPES[dtype].itemsize
     for axis in shape:
         size *= axis
     if offsets[1] - offsets[0] != size:
-        raise _broken(path, f"{name}: {dtype} {shape} at {offsets}, which are not {size} bytes")
+        raise _broken(path, f"{shown(name)}: {dtype} {shape} at {offsets}, which are not {size} bytes")
     return dtype, tuple(shape), (offsets[0], offsets[1])
 
 
@@ -192,13 +192,10 @@ def _covered(path: Path, entries: Mapping[str, Entry], size: int) -> None:
     at = 0
     for name, (_, _, (first, last)) in sorted(entries.items(), key=lambda item: item[1][2]):
         if first != at:
-            raise _broken(path, f"{name} at byte {first} of the data, where {at} was due")
+            raise _broken(path, f"{shown(name)} at byte {first} of the data, where {at} was due")
         at = last
     if at > size:
-        raise UsageError(
-            f"{path}: expected a whole safetensors file, came a truncated one ({size} of {at} bytes of data); copy the "
-            "shard again"
-        )
+        raise _broken(path, f"{size} of {at} bytes of data")
     if at < size:
         raise _broken(path, f"{size - at} bytes of data that belong to no tensor")
 
@@ -223,6 +220,11 @@ def _broken(path: Path, came: str) -> UsageError:
     return UsageError(
         f"{path}: expected a whole safetensors file, came a truncated or corrupt one ({came}); copy the shard again"
     )
+
+
+def shown(name: str) -> str:
+    """A name from a file as a line can hold it."""
+    return repr(name[:100])[1:-1]
 
 
 def more(names: list[str]) -> str:

@@ -21,7 +21,7 @@ from harness.types import UsageError
 from reference import formats, nvfp4
 from reference.geometry import Geometry
 from reference.manifest import Entry, entries
-from reference.shards import INDEX, Header, more
+from reference.shards import INDEX, Header, more, shown
 
 #: the next-token-prediction block: in the checkpoint, not in the Hugging Face model
 ASIDE = "mtp."
@@ -129,7 +129,7 @@ class _Matcher:
         """Raise for what is missing or left over."""
         if self.missing:
             extra = sorted(self.left)
-            hint = f", while {extra[0]}{more(extra)} is unexpected" if extra else ""
+            hint = f", while {shown(extra[0])}{more(extra)} is unexpected" if extra else ""
             raise UsageError(
                 f"{self.folder / INDEX}: expected {self.missing[0]}, came no such tensor{more(self.missing)}"
                 f"{hint}; the checkpoint does not hold what its config.json describes"
@@ -138,7 +138,7 @@ class _Matcher:
             names = sorted(self.left)
             header = self.headers[names[0]]
             raise UsageError(
-                f"{self.folder / header.shard}: {names[0]}: expected no such tensor for this config.json, came "
+                f"{self.folder / header.shard}: {shown(names[0])}: expected no such tensor for this config.json, came "
                 f"{header.dtype} {list(header.shape)}{more(names)}; correct config.json or the export"
             )
 

@@ -25,7 +25,8 @@ class Finding:
     @property
     def line(self) -> str:
         more = f" (and {self.count - 1} more)" if self.count > 1 else ""
-        return f"{self.kind}: {self.tensors[0]}{more}: {self.text}. Effect: {self.effect}"
+        line = f"{self.kind}: {self.tensors[0]}{more}: {self.text}. Effect: {self.effect}"
+        return line if line.isprintable() else line.encode("unicode_escape").decode("ascii")  # a tensor's name is free
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "tensors": list(self.tensors)}

@@ -201,4 +201,6 @@ def _placement(tensors: Mapping[str, Stored], base: int, size: int) -> list[str]
 
 
 def _short(text: str, limit: int = 160) -> str:
+    """A name or value of a file, on one line whatever it holds."""
+    text = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= limit else text[: limit - 1] + "…"
