@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes_read = path, 0
+        self._lock = threading.Lock()
         try:
             if not path.is_file():  # links are followed; a pipe would block the open
                 raise ProductionError(str(path), expected="a safetensors file", came="no regular file")
@@ -76,16 +78,16 @@ class Shard:
         if not size:
             return
         raw = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        self._file.seek(at)
-        done = 0
-        while done < size and (count := self._file.readinto(raw[done : done + (64 << 20)])):
-            done += count
+        descriptor, done = self._file.fileno(), 0
+        while done < size and (count := os.preadv(descriptor, [raw[done : done + (64 << 20)]], at + done)):
+            done += count  # at a position of its own: several threads may read one file
         if done < size or self._now() != self._stamp:
             came = f"{done} of {size} bytes" if done < size else "a file that changed since its header was read"
             raise ProductionError(
                 f"{self.path}: {name}", expected=f"{size} bytes", came=came, fix="copy the shard again"
             )
-        self.bytes_read += size
+        with self._lock:
+            self.bytes_read += size
 
     def _now(self) -> tuple[int, ...]:
         """Of the path and of the open file: one changes when it is replaced, the other when it is overwritten."""

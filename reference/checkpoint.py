@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.types import UsageError
-from reference import formats, nvfp4
+from reference import fast, formats, nvfp4
 from reference.geometry import Geometry, read
 from reference.manifest import Entry
 from reference.manifest import entries as manifest_of
@@ -70,6 +70,17 @@ class Checkpoint:
             raise self._refuse(name, "finite values", _spot(value))
         return value
 
+    def rounded(self, entry: Entry) -> Tensor | None:
+        """The value of a four-bit weight rounded once to bfloat16, without the detour over float64; None for others."""
+        storage = self.storage[entry.name]
+        if storage.form not in ("mxfp4", "nvfp4", "nvfp4-divided"):
+            return None
+        parts = self._parts(storage)
+        if storage.form == "mxfp4":
+            return fast.mxfp4_bfloat16(parts["weight"], parts["scale"])
+        divide = storage.form == "nvfp4-divided"
+        return fast.nvfp4_bfloat16(parts["weight"], parts["scale"], parts["scale_2"], divide=divide)
+
     def decoded(self, stage: str) -> dict[str, Tensor]:
         """Every parameter of a stage by canonical leaf, exact; experts stacked ``[E, N, K]``."""
         value: dict[str, Tensor] = {}
@@ -98,21 +109,24 @@ class Checkpoint:
         return self.shards.rows(name, entry.expert, *storage.rows).to(torch.float64)
 
     def _scaled(self, storage: Storage) -> Tensor:
+        parts = self._parts(storage)
+        if storage.form == "fp8":
+            return formats.fp8(parts["weight"], parts["scale"])
+        if storage.form == "mxfp4":
+            return formats.mxfp4(parts["weight"], parts["scale"])
+        decode = nvfp4.decode if storage.form == "nvfp4" else formats.nvfp4_divided
+        return decode(parts["weight"], parts["scale"], parts["scale_2"])
+
+    def _parts(self, storage: Storage) -> dict[str, Tensor]:
+        """The tensors of a scaled weight by role; UsageError for scales that no weight can have."""
         parts = {role: self.shards.tensor(name) for role, name in storage.names.items()}
-        weight, scale = parts["weight"], parts["scale"]
-        steps = formats.scales(scale)
+        steps = formats.scales(parts["scale"])
         if not bool(torch.isfinite(steps).all()):
             raise self._refuse(storage.names["scale"], "finite block scales", _spot(steps))
-        if storage.form == "fp8":
-            return formats.fp8(weight, scale)
-        if storage.form == "mxfp4":
-            return formats.mxfp4(weight, scale)
-        scale_2 = parts["scale_2"]
-        if not (bool(torch.isfinite(scale_2).all()) and float(scale_2) > 0):
-            raise self._refuse(storage.names["scale_2"], "a finite positive scale", f"{float(scale_2)}")
-        if storage.form == "nvfp4":
-            return nvfp4.decode(weight, scale, scale_2)
-        return formats.nvfp4_divided(weight, scale, scale_2)
+        whole = parts.get("scale_2")
+        if whole is not None and not (bool(torch.isfinite(whole).all()) and float(whole) > 0):
+            raise self._refuse(storage.names["scale_2"], "a finite positive scale", f"{float(whole)}")
+        return parts
 
     def _refuse(self, name: str, expected: str, came: str) -> UsageError:
         where = self.folder / self.headers[name].shard

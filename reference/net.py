@@ -121,7 +121,7 @@ def _assemble(checkpoint: Checkpoint, group: list[Entry], dtype: torch.dtype) ->
     The stack is filled expert by expert: beside it there is one decoded expert at a time.
     """
     if group[0].expert is None:
-        return cast(checkpoint.decode(group[0]), dtype)
+        return _value(checkpoint, group[0], dtype)
     experts = checkpoint.geometry.n_routed_experts
     rows, columns = group[0].shape
     stack = torch.empty((experts, rows * len(group) // experts, columns), dtype=dtype)
@@ -129,9 +129,14 @@ def _assemble(checkpoint: Checkpoint, group: list[Entry], dtype: torch.dtype) ->
     for entry in group:
         assert entry.expert is not None
         first = filled[entry.expert]
-        stack[entry.expert, first : first + rows] = cast(checkpoint.decode(entry), dtype)
+        stack[entry.expert, first : first + rows] = _value(checkpoint, entry, dtype)
         filled[entry.expert] += rows
     return stack
+
+
+def _value(checkpoint: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
+    value = checkpoint.rounded(entry) if dtype is torch.bfloat16 else None
+    return cast(checkpoint.decode(entry), dtype) if value is None else value
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -176,7 +176,9 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise UsageError(f"{path}: {shown(name)}: expected a dtype among {known}, came {shown(str(dtype))!r}; export it again")
+        raise UsageError(
+            f"{path}: {shown(name)}: expected a dtype among {known}, came {shown(str(dtype))}; export again"
+        )
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise _broken(path, f"{shown(name)} with shape {shown(str(shape))} at {shown(str(offsets))}")
     size = DTYPES[dtype].itemsize

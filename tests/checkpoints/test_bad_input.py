@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,10 @@ def test_broken_headers(tmp_path: Path, case: str) -> None:
     content, message = BROKEN[case]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    if case in ("no entry", "unknown dtype") or "problem" in (found := said(path)):
-        found = said(path)
-    assert __import__("re").search(message, found), found
-    with pytest.raises(UsageError, match="model.safetensors") as reference:
+    assert re.search(message, said(path)), said(path)
+    with pytest.raises(UsageError, match=path.name) as reference:
         Shards(tmp_path)
-    with pytest.raises(ProductionError, match="model.safetensors") as production:
+    with pytest.raises(ProductionError, match=path.name) as production:
         Shard(path)
     assert "\n" not in str(reference.value) + str(production.value)
 
@@ -93,7 +92,9 @@ OFFSETS = st.one_of(st.integers(-4, 40), st.integers(0, 1 << 70), st.none(), st.
 ENTRY = st.fixed_dictionaries(
     {},
     optional={
-        "dtype": st.one_of(st.sampled_from(["U8", "F32", "F4", "BF16", "F8_E8M0", "X"]), st.none(), st.integers(), st.just([])),
+        "dtype": st.one_of(
+            st.sampled_from(["U8", "F32", "F4", "BF16", "F8_E8M0", "X"]), st.sampled_from([None, 7, []])
+        ),
         "shape": st.one_of(st.lists(OFFSETS, max_size=3), st.none(), st.just({})),
         "data_offsets": st.one_of(st.lists(OFFSETS, max_size=3), st.none()),
     },
@@ -130,17 +131,18 @@ def test_damaged_headers(tmp_path: Path, changes: list[tuple[int, int]], cut: in
 
 def answers(path: Path) -> None:
     size = path.stat().st_size
-    outcomes = []
+    outcomes: list[bool] = []
+    lines: list[str] = []
     for reader in (_mine, _reference, _production):
         try:
             places = reader(path)
         except (HeaderError, UsageError, ProductionError) as error:
-            assert "\n" not in str(error)
-            assert len(str(error)) < 1500
+            lines.append(str(error))
             outcomes.append(False)
             continue
         assert all(0 <= start <= end <= size for start, end in places)
         outcomes.append(True)
+    assert all("\n" not in line and len(line) < 1500 for line in lines)
     assert outcomes[1] <= outcomes[0]  # nothing that a side loads is a broken file here
     assert outcomes[2] <= outcomes[0]
 
@@ -272,7 +274,7 @@ def test_configs(copy: Made, capsys: pytest.CaptureFixture[str], change: Callabl
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert "config.json" in error
-        assert __import__("re").search(message, error), error
+        assert re.search(message, error), error
 
 
 def test_hugging_face_schedules_of_the_wrong_length(copy: Made, capsys: pytest.CaptureFixture[str]) -> None:

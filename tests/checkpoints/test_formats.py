@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cases.checkpoints import formats
 from production import weights
+from production.nvfp4 import decode_bf16
+from reference import fast, nvfp4
 from reference import formats as exact
-from reference import nvfp4
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SEEDS = st.integers(0, 2**32)
@@ -154,6 +155,24 @@ def test_the_lossless_cast(seed: int, spread: int) -> None:
         assert back is not None
         assert torch.equal(back[0], packed)
         assert torch.equal(back[1].view(torch.uint8), scale.view(torch.uint8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 3))
+def test_straight_to_bfloat16(seed: int, rows: int, blocks: int) -> None:
+    """The table look-ups of both sides give the bits of the exact value rounded once."""
+    g = drawn(seed)
+    packed, scale = random_bytes((rows, 16 * blocks), g), e4m3((rows, 2 * blocks), g)
+    whole = torch.exp(6 * torch.randn((), generator=g) - 8)
+    once = nvfp4.to_bfloat16(nvfp4.decode(packed, scale, whole)).view(torch.int16)
+    assert torch.equal(fast.nvfp4_bfloat16(packed, scale, whole).view(torch.int16), once)
+    assert torch.equal(decode_bf16(packed, scale, whole).view(torch.int16), once)
+    divided = nvfp4.to_bfloat16(exact.nvfp4_divided(packed, scale, whole.reshape(1)))
+    found = fast.nvfp4_bfloat16(packed, scale, whole.reshape(1), divide=True)
+    assert torch.equal(found.view(torch.int16), divided.view(torch.int16))
+    power = torch.randint(0, 255, (rows, blocks), generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    once = nvfp4.to_bfloat16(exact.mxfp4(packed, power)).view(torch.int16)
+    assert torch.equal(fast.mxfp4_bfloat16(packed.view(torch.int8), power).view(torch.int16), once)
 
 
 def test_no_cast_without_powers_of_two() -> None:

@@ -1,0 +1,192 @@
+"""Stacking experts and decoding NVFP4: time and memory against the naive way, as ratios within one run.
+
+    python -m benchmarks.checkpoints [--config flash] [--experts 32] [--folder DIR] [--json reports/bench/checkpoints.json]
+
+Each measurement runs in a process of its own: the peak is the kernel's high-water mark of resident memory, less what
+the same process needed to import torch and read the headers. A file copy is timed beside it, on the same disk and with
+the same cache state (read once before).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LEAVES = ("w1", "w3", "w2")
+REPEATS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=("tiny", "flash", "pro"), default="flash")
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--folder", type=Path, help="where to make the checkpoint (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, default=Path("reports/bench/checkpoints.json"))
+    parser.add_argument("--measure", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(MEASURES[args.measure[0]](Path(args.measure[1]))))
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as root:
+        folder = Path(root) / "checkpoint"
+        prepare(folder, args.config, args.experts)
+        result = compare(folder, args.config, args.experts)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=2) + "\n")
+    for name, value in result["ratios"].items():
+        print(f"{name:<48} {value:.2f}")
+    print(f"written to {args.json}")
+
+
+def prepare(folder: Path, config: str, experts: int) -> None:
+    """One sparse-attention layer in ModelOpt's experts-only layout."""
+    from cases.checkpoints.layout import LAYOUTS
+    from cases.checkpoints.make import make
+    from cases.checkpoints.presets import PRESETS, cut
+
+    chosen = {**cut(PRESETS[config], [2], experts), "vocab_size": 4096}
+    make(folder, chosen, LAYOUTS["modelopt-experts"], shard_bytes=256 << 20)
+
+
+def compare(folder: Path, config: str, experts: int) -> dict[str, Any]:
+    """Run every measurement in its own process, and the ratios that matter."""
+    found: dict[str, Any] = {}
+    for what in MEASURES:
+        words = [sys.executable, "-m", "benchmarks.checkpoints", "--measure", what, str(folder)]
+        found[what] = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    stacked, naive, copy = found["stack"], found["naive stack"], found["file copy"]
+    return {
+        "machine": {"platform": platform.platform(), "python": platform.python_version()},
+        "config": config,
+        "experts": experts,
+        "measurements": found,
+        "ratios": {
+            "stacking: peak over (stack + one expert)": stacked["peak"] / (stacked["bytes"] + stacked["one"]),
+            "naive stacking: peak over (stack + one expert)": naive["peak"] / (naive["bytes"] + naive["one"]),
+            "stacking: time over a file copy": stacked["seconds"] / copy["seconds"],
+            "naive stacking: time over a file copy": naive["seconds"] / copy["seconds"],
+            **{
+                f"{side}: speed over a look-up per nibble": found["nibble look-up"]["seconds"] / found[side]["seconds"]
+                for side in ("production decode", "reference decode")
+            },
+        },
+    }
+
+
+def stack(folder: Path) -> dict[str, float]:
+    """Production's reader: one buffer, filled from the files."""
+    import torch
+
+    from production.checkpoint import Reader, load
+    from production.config import read_config
+    from production.manifest import stage_leaves
+
+    leaves = stage_leaves(read_config(folder))["layers.0.experts"]
+    reader = Reader(folder)
+    before, start = peak(), time.perf_counter()
+    params = {}
+    for leaf in leaves:
+        params |= load(reader, "layers.0.experts", leaf, "nvfp4", torch.device("cpu"))
+    return outcome(before, start, params)
+
+
+def naive_stack(folder: Path) -> dict[str, float]:
+    """Every expert's tensors loaded by name with safetensors, then torch.stack."""
+    import torch
+    from safetensors import safe_open
+
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {shard: safe_open(folder / shard, framework="pt") for shard in set(places.values())}
+    experts = json.loads((folder / "config.json").read_text())["n_routed_experts"]
+    before, start = peak(), time.perf_counter()
+    loaded = {
+        (leaf, suffix): [
+            files[places[name]].get_tensor(name).clone()
+            for name in (f"layers.0.ffn.experts.{expert}.{leaf}.{suffix}" for expert in range(experts))
+        ]
+        for leaf in LEAVES
+        for suffix in ("weight", "weight_scale", "weight_scale_2")
+    }
+    stacked = {"_".join(key): torch.stack(tensors) for key, tensors in loaded.items()}
+    return outcome(before, start, stacked)
+
+
+def file_copy(folder: Path) -> dict[str, float]:
+    """The shards that hold the experts, copied: what the disk and the page cache allow."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as target:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for shard in folder.glob("*.safetensors"):
+                shutil.copyfile(shard, Path(target) / shard.name)
+            times.append(time.perf_counter() - start)
+        return {"seconds": min(times)}
+
+
+def outcome(before: int, start: float, stacked: dict[str, Any]) -> dict[str, float]:
+    seconds = time.perf_counter() - start
+    sizes = [t.numel() * t.element_size() for t in stacked.values()]
+    experts = next(iter(stacked.values())).shape[0]
+    return {"seconds": seconds, "bytes": sum(sizes), "one": sum(sizes) / experts, "peak": peak() - before}
+
+
+def peak() -> int:
+    """High-water mark of resident memory in bytes. Not getrusage's, which a child inherits from its parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def decoding(decode: str) -> Callable[[Path], dict[str, float]]:
+    def measure(folder: Path) -> dict[str, float]:
+        import torch
+
+        from production.nvfp4 import decode_bf16
+        from reference.fast import nvfp4_bfloat16
+        from reference.shards import Shards
+
+        shards = Shards(folder)
+        stem = "layers.0.ffn.experts.0.w1."
+        parts = [shards.tensor(stem + leaf) for leaf in ("weight", "weight_scale", "weight_scale_2")]
+        ways = {"production": decode_bf16, "reference": nvfp4_bfloat16, "nibbles": by_nibble}
+        assert torch.equal(ways[decode](*parts), by_nibble(*parts))
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            ways[decode](*parts)
+            times.append(time.perf_counter() - start)
+        return {"seconds": min(times), "values": 2 * parts[0].numel(), "threads": torch.get_num_threads()}
+
+    return measure
+
+
+def by_nibble(packed: Any, scale: Any, scale_2: Any) -> Any:
+    """The usual way: unpack to integers, index a table of 16 values, scale in fp32, round to bf16."""
+    import torch
+
+    values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor(values + tuple(-v for v in values))
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    blocks = table[codes.long()].unflatten(-1, (-1, 16)) * (scale.float() * scale_2).unsqueeze(-1)
+    return blocks.flatten(-2).bfloat16()
+
+
+MEASURES: dict[str, Callable[[Path], dict[str, float]]] = {
+    "stack": stack,
+    "naive stack": naive_stack,
+    "file copy": file_copy,
+    "nibble look-up": decoding("nibbles"),
+    "production decode": decoding("production"),
+    "reference decode": decoding("reference"),
+}
+
+if __name__ == "__main__":
+    main()
