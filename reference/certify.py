@@ -64,9 +64,10 @@ def check_positions(net: Net, positions: Tensor) -> None:
     compresses = any(net.layer(n).self_attn.compressor is not None for n in range(net.depth))
     expected = torch.arange(positions.shape[1], device=positions.device)
     if compresses and not bool((positions == expected).all()):
+        last, first = positions.shape[1] - 1, positions[:, 0].tolist()
         raise UsageError(
-            f"case.positions: expected 0..{positions.shape[1] - 1} in every row, came {positions[:, 0].tolist()}..; the "
-            "reference is run without a cache, so begin at position 0"
+            f"case.positions: expected 0..{last} in every row, came rows that begin at {first} or leave gaps; let them "
+            "count from 0, for the reference runs without a cache"
         )
 
 

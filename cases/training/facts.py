@@ -117,7 +117,11 @@ def attention(model: DeepseekV4ForCausalLM, seen: dict[str, Any]) -> Rows:
         ratio = entropy / (p > 0).sum(-1).clamp_min(2).float().log()
         heads = " ".join(f"{r:.2f}" for r in ratio[..., 8:].mean((0, 2)).tolist())
         sinks = " ".join(f"{s:+.2f}" for s in layer.self_attn.sinks.tolist())
-        rows[f"layer {i} attention"] = f"entropy / ln n by head {heads}; sink mass {1 - mass.mean():.3f}; sinks {sinks}"
+        text = f"entropy / ln n by head {heads}; sink mass {1 - mass.mean():.3f}; sinks {sinks}"
+        if RATIOS[i]:
+            late = p[:, :, 256:, p.shape[2] :].sum(-1).mean((0, 2))  # queries past two windows
+            text += f"; late queries' mass on entries {' '.join(f'{m:.2f}' for m in late.tolist())}"
+        rows[f"layer {i} attention"] = text
     return rows
 
 
@@ -135,13 +139,16 @@ def routers(model: DeepseekV4ForCausalLM, seen: dict[str, Any]) -> Rows:
             moved = (plain != picks.sort(-1).values).any(-1).float().mean()
             text += f"; bias std {gate.e_score_correction_bias.std():.3f} changes {100 * moved:.0f} % of picks"
         hidden = seen[f"experts.{i}"][0]
-        clamped = [0, 0, 0]
+        clamped, values = [0, 0, 0], [0, 0]
         for e in range(EXPERTS):
             g, u = (hidden[(picks == e).any(-1)] @ experts.gate_up_proj[e].T).chunk(2, -1)
             clamped[0] += int((g > experts.limit).any(-1).sum())
             clamped[1] += int((u.abs() > experts.limit).any(-1).sum())
             clamped[2] += len(g)
+            values[0] += int((g > experts.limit).sum() + (u.abs() > experts.limit).sum())
+            values[1] += g.numel() + u.numel()
         text += f"; gate clamped in {100 * clamped[0] / clamped[2]:.1f} %, up in {100 * clamped[1] / clamped[2]:.1f} %"
+        text += f" of the picks, {100 * values[0] / values[1]:.2f} % of the values"
         rows[f"layer {i} router"] = text
     return rows
 

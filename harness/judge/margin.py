@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from harness.judge.ulp import half_ulp
+from harness.judge.valid import all_finite
 from harness.types import Judged
 
 LAMBDA = 5.0
@@ -63,7 +64,8 @@ def margin(production: Tensor, judged: Judged, dtype: str) -> Margin:
     """Compare one non-empty tensor with the oracle's value and spread. B is never 0: h has a smallest value."""
     b = bound(judged, dtype)
     y, error = judged.value, production.double() - judged.value
-    if not (finite := torch.isfinite(y)).all():
+    if not all_finite(y):
+        finite = torch.isfinite(y)
         y, error, b = (torch.where(finite, x, fill) for x, fill in ((y, 0.0), (error, 0.0), (b, 1.0)))
     signed = error / b
     size = signed.abs()

@@ -16,6 +16,7 @@ from harness.judge import free as free_rule
 from harness.judge import margin as margin_rule
 from harness.judge import picks as picks_rule
 from harness.judge.figures import number
+from harness.judge.sample import carriers
 from harness.judge.ulp import kappa, name_of, rms
 from harness.records import TensorComparison, Verdict
 from harness.types import Judged, Output
@@ -95,7 +96,7 @@ def _usable(pair: Pair, oracle: Tensor, own: Tensor) -> tuple[TensorComparison, 
         return replace(base, verdict=Verdict.FAIL, reason=reason), None
     if not reference.numel():
         return replace(base, verdict=Verdict.SKIPPED, reason=valid.EMPTY), None
-    if not picks and reference.is_floating_point() and not torch.isfinite(oracle).any():
+    if not picks and not valid.all_finite(oracle) and not torch.isfinite(oracle).any():
         return replace(base, verdict=Verdict.SKIPPED, reason=f"{valid.EMPTY}: no element is finite"), None
     assert isinstance(pair.produced, Tensor)
     return base, pair.produced
@@ -147,7 +148,8 @@ def _value(pair: Pair, base: TensorComparison, production: Tensor, judged: Judge
     if not math.isfinite(m.worst):
         return replace(base, verdict=Verdict.INVALID, reason=f"the oracle's spread is not a number at {list(m.at)}")
     y, only = _finite(judged.value)
-    c = cost_rule.cost(only(m.error), only(pair.reference.double() - own), only(y), dtype)
+    theirs = _finite(pair.reference.double() - own)[0]
+    c = cost_rule.cost(only(m.error), only(theirs), only(y), dtype, carriers(theirs))
     base = _described(pair, base, production, y, m.error, m.signed.abs(), m.bound)
     size = rms(only(y))
     base = replace(
@@ -167,6 +169,8 @@ def _value(pair: Pair, base: TensorComparison, production: Tensor, judged: Judge
             "RSS at worst": number(float(judged.rss[m.at])),
             "sum at worst": number(float(judged.total[m.at])),
             "blind share": m.blind,
+            "F": number(c.factor),
+            "n": number(c.tokens),
             "kappa": kappa(dtype),
             "floor": number(c.floor),
             "allowed RMS": number(c.allowed),
@@ -192,8 +196,8 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
     assert pair.reference is not None
     dtype = pair.output.dtype
     y, only = _finite(oracle)
-    error = _finite(production.double() - oracle)[0]
-    c = free_rule.free(only(error), only(pair.reference.double() - oracle), only(y), dtype)
+    error, theirs = (_finite(t.double() - oracle)[0] for t in (production, pair.reference))
+    c = free_rule.free(only(error), only(theirs), only(y), dtype, carriers(theirs))
     base = _described(pair, base, production, y, error, None, None)
     size = rms(only(y))
     base = replace(
@@ -205,7 +209,8 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
         errors=figures.histogram(error / c.error) if c.error > 0 else None,
         formula=free_rule.FORMULA,
         threshold={
-            "factor": free_rule.FACTOR,
+            "F": number(c.factor),
+            "n": number(c.tokens),
             "output": dtype,
             "kappa": kappa(dtype),
             "floor": number(c.floor),
@@ -219,15 +224,18 @@ def _free_value(pair: Pair, base: TensorComparison, production: Tensor, oracle: 
     if not c.ratio <= 1:
         reasons.append(f"RMS error {c.error:.3g}, {c.ratio:.3g} x the allowed {c.allowed:.3g}")
     hollow = size <= c.allowed and pair.output.role != "stat"
+    if hollow and not reasons and c.factor > free_rule.FACTOR:
+        reason = f"{c.tokens:.3g} tokens carry the reference's error: too few to compare two RMS values"
+        return replace(base, verdict=Verdict.SKIPPED, reason=reason)
     constant = valid.constant(oracle) and valid.constant(pair.reference)
     return _settle(pair, base, reasons, c.error, size, constant, hollow)
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A tensor with zeros in place of infinities, and a function that keeps only its finite places of others."""
-    mask = torch.isfinite(x)
-    if mask.all():
+    if valid.all_finite(x):
         return x, lambda other: other
+    mask = torch.isfinite(x)
     return torch.where(mask, x, 0.0), lambda other: other[mask]
 
 
@@ -271,7 +279,7 @@ def _described(
     return replace(
         base,
         worst=tuple(worst),
-        slope=figures.slope(torch.where(torch.isfinite(production), production.double(), 0.0), oracle),
+        slope=figures.slope(_finite(production.double())[0], oracle),
         slices=figures.slices(dims, size, e2, y2, groups),
         tokens=tokens,
         token_width=width,

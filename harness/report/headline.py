@@ -1,4 +1,7 @@
-"""The top of the page: the verdict in one sentence, what it rests on, and what to type next."""
+"""The top of the page: the verdict in one sentence, what it rests on, and what to type next.
+
+Strings of records pass through as they are: whoever shows them makes them visible and escapes them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import shlex
 from dataclasses import dataclass
 
 from harness.records import Comparison, FirstFault, Verdict
-from harness.report.heatmap import level
 from harness.report.load import Run
-from harness.report.text import num, plural, slug, times, visible
+from harness.report.text import num, plural, slug, times
 
 INTERRUPTED = "INTERRUPTED"
 
@@ -48,10 +50,13 @@ def verdict_of(run: Run) -> str:
 
 
 def first_fault(run: Run) -> FirstFault | None:
-    """The engine's first fault; without a summary, the first failure on record by the same rule."""
-    if run.summary:
+    """The engine's first fault; the stage that left it undecided; without a summary, the first failure on record."""
+    if run.summary and run.summary.verdict is Verdict.INCONCLUSIVE:
+        bad = [c for c in run.comparisons if c.verdict is Verdict.INCONCLUSIVE and c.mode == "local"]
+    elif run.summary:
         return run.summary.first_fault
-    bad = run.failures()
+    else:
+        bad = run.failures()
     if not bad:
         return None
     c = bad[0]
@@ -74,34 +79,36 @@ def build(run: Run) -> Headline:
 
 
 def closest(run: Run, count: int = 5) -> tuple[Comparison, ...]:
-    """The local passes nearest to their limit: what a reader who distrusts a PASS looks at."""
-    near = [c for c in run.comparisons if c.mode == "local" and c.verdict is Verdict.PASS and level(c)[0] is not None]
-    return tuple(sorted(near, key=lambda c: -(level(c)[0] or 0.0))[:count])
+    """The passes nearest to a limit, by cost: a margin that is one rounding wide is always nearly used up."""
+    near = [c for c in run.comparisons if c.verdict is Verdict.PASS and c.cost is not None]
+    return tuple(sorted(near, key=lambda c: -(c.cost or 0.0))[:count])
 
 
 def _where(fault: FirstFault) -> str:
     """What the mode of a fault says about it."""
     if fault.verdict is Verdict.INCONCLUSIVE:
-        return f"The reference itself is ill-conditioned here ({visible(fault.mode)})."
+        return f"The reference itself is ill-conditioned here ({fault.mode})."
     if fault.mode == "local":
         return "Wrong by itself: it was given the reference's own inputs (local)."
     if fault.mode == "free":
         return "Drifts on what production computed upstream (free)."
-    return f"Found by: {visible(fault.mode)}."
+    if fault.mode == "weights":
+        return "Loaded wrongly: a parameter differs from the reference's own decode, though no stage fails on it here."
+    return f"Found by: {fault.mode}."
 
 
 def _figures(fault: FirstFault) -> str:
     said = [f"{times(v)} its {u}" for v, u in ((fault.margin, "margin"), (fault.cost, "cost limit")) if v is not None]
-    where = f"tensor {visible(fault.tensor)}" if fault.tensor else ""
+    where = f"tensor {fault.tensor}" if fault.tensor else ""
     return ", ".join(filter(None, [where, *said]))
 
 
 def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str | None, list[str]]:
     reason = run.summary.reason if run.summary else None
-    lead = [visible(reason)] if reason else []
+    lead = [reason] if reason else []
     total = plural(len(run.comparisons), "comparison")
     if fault:
-        why = visible(fault.reason) if fault.reason else _figures(fault)
+        why = fault.reason if fault.reason else _figures(fault)
         lead = [_where(fault), why, *(line for line in lead if line not in why and why not in line)]
     if verdict == INTERRUPTED:
         of = f" of {run.config.planned:,} planned" if run.config and run.config.planned else ""
@@ -120,9 +127,14 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
     if verdict == Verdict.PASS:
         near = closest(run, 1)
         if near:
-            value, unit = level(near[0])
-            lead.append(f"Closest call: {visible(near[0].stage)} at {times(value)} its {unit}.")
+            c = near[0]
+            lead.append(f"Closest call: {c.stage} ({c.mode}) at {times(c.cost)} its cost limit.")
         others = sum(c.bypass != "production" or c.replaced is not None for c in run.comparisons)
+        undecided = sum(c.verdict is Verdict.INCONCLUSIVE for c in run.comparisons)
+        if undecided:
+            lead.append(
+                f"{plural(undecided, 'comparison')} could not be decided: the reference is ill-conditioned there."
+            )
         return f"No fault in {total}" + (f", {others:,} of them not production's own" if others else ""), None, lead
     return verdict, None, lead
 
@@ -134,7 +146,7 @@ def _steps(run: Run, verdict: str, fault: FirstFault | None) -> list[Step]:
     if lost:
         which = f"{lost[0].parameter} of {lost[0].stage}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         why = f" (one factor explains it: {num(lost[0].slope, 6)})" if lost[0].slope is not None else ""
-        steps.append(Step(f"Mend loading first: the weights audit fails for {visible(which)}{why}.", href="#weights"))
+        steps.append(Step(f"Mend loading first: the weights audit fails for {which}{why}.", href="#weights"))
     if verdict == INTERRUPTED:
         steps.append(Step("Run it to the end.", command))
     if verdict == Verdict.INVALID:
@@ -144,7 +156,7 @@ def _steps(run: Run, verdict: str, fault: FirstFault | None) -> list[Step]:
             steps.append(Step(text, href="#certification"))
         invalid = next((c for c in run.comparisons if c.verdict is Verdict.INVALID), None)
         if invalid:
-            text = f"Look at {visible(invalid.stage)}: {visible(invalid.reason or 'invalid')}."
+            text = f"Look at {invalid.stage}: {invalid.reason or 'invalid'}."
             steps.append(Step(text, href="#" + slug(invalid.stage, invalid.mode)))
         steps.append(Step("Then run again.", command))
     if fault and verdict != Verdict.INVALID:
@@ -155,9 +167,12 @@ def _steps(run: Run, verdict: str, fault: FirstFault | None) -> list[Step]:
 
 
 def _fault_steps(run: Run, fault: FirstFault, command: str) -> list[Step]:
+    if fault.mode == "weights":
+        return [Step("Run again once it loads.", command)]
     found = run.of(fault.stage, fault.mode)
     again = found.reproduce if found and found.reproduce else command
-    steps = [Step("See what is wrong with it.", href="#" + slug(fault.stage, fault.mode))] if found else []
+    look = "See its figures." if fault.verdict is Verdict.INCONCLUSIVE else "See what is wrong with it."
+    steps = [Step(look, href="#" + slug(fault.stage, fault.mode))] if found else []
     if fault.verdict is Verdict.INCONCLUSIVE:
         return [*steps, Step("Tell rounding from logic: run it in fp32.", f"{again} --dtype fp32")]
     if fault.mode == "free" and any(c.mode == "local" for c in run.comparisons):

@@ -12,6 +12,9 @@ from harness.report.load import Run
 from harness.report.text import short, slug, visible
 
 MODES = ("local", "free")
+#: what the map can show, by name: the mode, and whether cost stands in for the deciding figure. A margin that is one
+#: rounding wide sits at its limit by construction, so the cost tells more of a stage that passes.
+VIEWS = {"margin": ("local", False), "cost": ("local", True), "free": ("free", True)}
 #: upper ends of the colour classes b0 ... b7; the limit, 1, is one of them, so colour never straddles the verdict
 EDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0)
 #: the same for relative errors, which have no limit of their own: r0 ... r6
@@ -46,7 +49,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """A stage over all layers; a model-scope stage has a single cell under ``None``."""
+    """A stage over all layers, a cell for each view; a model-scope stage has its cells under ``None``."""
 
     name: str
     model: bool
@@ -116,7 +119,10 @@ def build(run: Run) -> Heatmap:
     index = {(row.name, row.model): row for row in rows}
     for stage, layer in stages.items():
         row = index[short_name(stage, layer), layer is None]
-        row.cells[layer] = {m: _cell(stage, m, recorded.get((stage, m)), fused.get(stage)) for m in MODES}
+        row.cells[layer] = {
+            view: _cell(stage, mode, recorded.get((stage, mode)), fused.get(stage), by_cost)
+            for view, (mode, by_cost) in VIEWS.items()
+        }
     if run.complete:
         alive = {stage for stage, _ in recorded} | fused.keys()
         names = {(short_name(s, layer), layer is None) for s, layer in stages.items() if s in alive}
@@ -124,7 +130,7 @@ def build(run: Run) -> Heatmap:
     return Heatmap(layers, tuple(rows))
 
 
-def _cell(stage: str, mode: str, record: Comparison | Skip | None, fused: Comparison | None) -> Cell:
+def _cell(stage: str, mode: str, record: Comparison | Skip | None, fused: Comparison | None, by_cost: bool) -> Cell:
     name = f"{visible(stage)} · {mode}"
     if record is None and fused is not None:
         return Cell("↑", "fused", f"{name} · compared inside {visible(fused.stage)}", "#" + slug(fused.stage, mode))
@@ -132,11 +138,11 @@ def _cell(stage: str, mode: str, record: Comparison | Skip | None, fused: Compar
         return Cell("", "none", f"{name} · no record", None)
     if isinstance(record, Skip):
         return Cell("–", "skip", f"{name} · SKIPPED · {visible(record.reason)}", "#skipped")
-    return _compared(record)
+    return _compared(record, by_cost)
 
 
-def _compared(c: Comparison) -> Cell:
-    value, _ = level(c)
+def _compared(c: Comparison, by_cost: bool) -> Cell:
+    value = c.cost if by_cost and c.cost is not None else level(c)[0]
     mismatches = max((t.mismatches or 0 for t in c.tensors), default=0)
     if c.verdict is Verdict.SKIPPED:
         text, kind = "–", "skip"

@@ -84,7 +84,7 @@ def _icon(verdict: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" fill="{colour}"/>'
         f'<path d="{path}" stroke="#fff" stroke-width="2" fill="none"/></svg>'
     )
-    return "data:image/svg+xml," + quote(shape)
+    return "data:image/svg+xml," + quote(shape, safe="")
 
 
 def page(run: Run, limit: int = LIMIT) -> str:
@@ -101,6 +101,7 @@ def page(run: Run, limit: int = LIMIT) -> str:
         "cover": coverage.build(run),
         "rows": [(i, c, text.slug(c.stage, c.mode), *heatmap.level(c)) for i, c in ordered(run.comparisons)],
         "fault": _fault_comparison(run),
+        "also": [record for record in run.others if head.stage and record.get("stage") == head.stage],
         "streams": {mode: svg.streams([c for c in run.comparisons if c.mode == mode]) for mode in heatmap.MODES},
         "entropies": [c for c in run.comparisons if c.entropy],
         "counts": _counts(run),

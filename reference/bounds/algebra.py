@@ -162,6 +162,18 @@ def coherent(amplitude: Tensor, key: Tensor, dim: int) -> Tensor:
     return (amplitude.abs() * class_sums(amplitude, key, dim)).sum(dim)
 
 
+def chain(count: Tensor | float) -> Tensor:
+    """Relative error of an fp32 sum of `count` terms, in v times the largest partial sum, as a root of sum of squares.
+
+    sqrt(n) for n independent roundings. The factor (1 + n / 4096) adds what is systematic: tensor cores truncate, about
+    once every 16 products and by half an ulp on average, all in one direction, a bias of n / 16; five times n / 64
+    covers it with room, and 1 / 64^2 = 1 / 4096. Sums of equal terms, which round alike, are covered by it as well, as
+    far as they are split over lanes.
+    """
+    n = torch.as_tensor(count, dtype=torch.float64)
+    return (n * (1 + n / 4096)).sqrt()
+
+
 def short_sum(terms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """(rss amplitude, plain sum) of fp32 errors in a sum of a few products along `dim`, in any order.
 

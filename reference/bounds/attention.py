@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algebra import REACH, TINY, Spread, V, class_sums, rounding_key
+from .algebra import REACH, TINY, Spread, V, chain, class_sums, rounding_key
 from .linear import contract
 from .plan import Plan
 
@@ -110,7 +110,7 @@ def _output(soft: _Soft, keys: Tensor, plan: Plan) -> Spread:
     so var = sum p_t P_t d_t^2 (v_t - o)^2 with P_t the probability of t's class of equal logits, divided by the
     smallest denominator. `probs` rounds each p: u p_t v_t, alike for equal p. Where the logits are rounded to bf16,
     probabilities are equal as soon as the rounded logits are, so the classes are those. Accumulation over the visible
-    keys, the sum and the division of the denominator (sqrt(n)/2 + 4 v), and probabilities below the smallest normal
+    keys, the sum and the division of the denominator (chain(n)/2 + 4 v), and probabilities below the smallest normal
     number, which some hardware flushes: 2^-126 sum |v|.
     """
     b, s, h, j = soft.p.shape
@@ -139,22 +139,22 @@ def _output(soft: _Soft, keys: Tensor, plan: Plan) -> Spread:
     var = var + acc.var * (count / j)
     lin = lin + V * count * magnitude
     flushed = TINY * over_keys((soft.d_lin > 0).double(), keys.abs())
-    return Spread(o, var, lin).plus(V * (count.sqrt() / 2 + 4) * o.abs(), flushed)
+    return Spread(o, var, lin).plus(V * (chain(count) / 2 + 4) * o.abs(), flushed)
 
 
 def _lse(soft: _Soft) -> Spread:
     """log sum e^l, sink included: dlse = log(1 + sum p_t (e^{d_t} - 1)), the denominator's relative error.
 
-    Around it: its sum (sqrt(n)/2 + 3) v, and max + log(sum), possibly in base 2: 2 v |max| + 2 v |lse - max|.
+    Around it: its sum (chain(n)/2 + 3) v, and max + log(sum), possibly in base 2: 2 v |max| + 2 v |lse - max|.
     """
-    count = soft.count.sqrt()
+    count = chain(soft.count)
     out = Spread(soft.lse, soft.moved * soft.grow**2, soft.moved_lin * soft.grow)
     return out.plus(V * (count / 2 + 3), 2 * V * soft.top.abs(), 2 * V * (soft.lse - soft.top).abs())
 
 
 def _sink_mass(soft: _Soft) -> Spread:
     """e^{sink - lse}: the relative error is that of the denominator and of the argument, 2 v (|lse| + |sink - lse|)."""
-    count = soft.count.sqrt()
+    count = chain(soft.count)
     size = V * (count / 2 + 6 + 2 * soft.lse.abs() + 2 * (soft.sink - soft.lse).abs())
     out = Spread(soft.mass, soft.mass**2 * soft.moved * soft.grow**2, soft.mass * soft.moved_lin * soft.grow)
     return out.plus(soft.mass * size, torch.full_like(soft.mass, TINY))
@@ -164,7 +164,7 @@ def _entropy(soft: _Soft) -> Spread:
     """H = -sum r log r of r = p / (1 - sink mass): dH = -sum r_t (log r_t + H) d_t, to first order.
 
     For equal logits that vanishes, and the second order, sum r d^2 (1 + |log r + H|) / 2, is what is left: it is added.
-    H is evaluated as lse - sum r l or as -sum r log r: v times 4 (sum r |l| + |lse|), and v (sqrt(n) + 4) (H + 1) for
+    H is evaluated as lse - sum r l or as -sum r log r: v times 4 (sum r |l| + |lse|), and v (chain(n) + 4) (H + 1) for
     the normalisation of r. One visible key has H = 0 and only these.
     """
     visible = soft.p > 0
@@ -179,7 +179,7 @@ def _entropy(soft: _Soft) -> Spread:
     grow = soft.grow
     var = (c * class_sums(c, soft.key, -1)).sum(-1) * grow**2
     lin = (r * slope * soft.d_lin).sum(-1) * grow
-    count = soft.count.sqrt()
+    count = chain(soft.count)
     inner = soft.lse + torch.where(share > 0, safe, torch.ones_like(safe)).squeeze(-1).log()
     size = V * (4 * ((r * soft.l.abs()).sum(-1) + inner.abs()) + (count + 4) * (h + 1))
     return Spread(h, var, lin).plus(size * (soft.count > 0), second * grow)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .algebra import Spread, V, exact
+from .algebra import Spread, V, chain, exact
 
 #: Prefix sums are looked at after at most this many equal blocks of the reduction.
 _BLOCKS = 16
@@ -17,14 +17,13 @@ def contract(a: Tensor, b: Tensor) -> Spread:
     A sum of K products rounds each partial sum S_i once, an error of at most v |S_i|, so sum of squares v^2 sum S_i^2.
     The order is not known (SIMD lanes, tiles, split-K, threads), hence
 
-        var = v^2 K (1 + K / 4096) (max_blocks S^2 + sum (ab)^2).
+        var = v^2 chain(K)^2 (max_blocks S^2 + sum (ab)^2),       chain(K)^2 = K (1 + K / 4096).
 
     * max S^2 over the prefixes of the natural order: what blockwise and lane-wise orders see, and what matters under
       structured cancellation (one half of K cancels the other: S is large, y is small);
     * sum (ab)^2: the expected square of a partial sum of a *permuted* order, beyond the share of the total, and the
       rounding of the products themselves where they are not exact;
-    * K / 4096: tensor cores truncate, about once every 16 products and by half an ulp on average, all in one direction:
-      a bias of v S K / 16. Five times v S K / 64 covers it with room, and 1/64^2 = 1/4096.
+    * chain(K): independent roundings, and the truncation of tensor cores.
 
     The plain sum is v K sum |ab| (Higham, section 3.1), taken through Cauchy-Schwarz as v K sqrt(K sum (ab)^2).
     """
@@ -36,7 +35,7 @@ def contract(a: Tensor, b: Tensor) -> Spread:
         y = y + a[..., start : start + step] @ b[..., start : start + step].mT
         peak = torch.maximum(peak, y.abs())
     squares = (a * a) @ (b * b).mT
-    return Spread(y, V**2 * k * (1 + k / 4096) * (peak * peak + squares), V * k * (k * squares).sqrt())
+    return Spread(y, (V * chain(k)) ** 2 * (peak * peak + squares), V * k * (k * squares).sqrt())
 
 
 def linear(x: Spread, weight: Tensor, weight_dtype: str) -> Spread:

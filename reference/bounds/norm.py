@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .algebra import REACH, Spread, V
+from .algebra import REACH, Spread, V, chain
 
 
 def arithmetic(size: int) -> tuple[float, float]:
     """(rss, plain sum) of the relative fp32 error of x * rsqrt(mean(x^2) + eps) over `size` elements.
 
     The sum of squares has positive terms: its partial sums stay below the total, so its relative error is at most
-    v sqrt(K), halved by the root. Beside it: squares, mean, eps (v/2 each), rsqrt (2 ulp on a GPU: 4 v) and two
+    v chain(K), halved by the root. Beside it: squares, mean, eps (v/2 each), rsqrt (2 ulp on a GPU: 4 v) and two
     products (v each): root of sum of squares below 5 v, plain sum below 10 v.
     """
-    return V * (size / 4 + 25.0) ** 0.5, V * (size / 2 + 10.0)
+    return V * (float(chain(size)) ** 2 / 4 + 25.0) ** 0.5, V * (size / 2 + 10.0)
 
 
 def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_dtype: str = "exact") -> Spread:
@@ -27,21 +27,26 @@ def rms_norm(x: Spread, weight: Tensor | None, eps: float, rsqrt_dtype: str = "e
     and a known one (:meth:`Spread.fixed`).
     """
     size = x.y.shape[-1]
-    square = (x.y * x.y).mean(-1, keepdim=True)
-    r = (square + eps).rsqrt()
     w = torch.ones_like(x.y) if weight is None else weight
-    y = x.y * r * w
+
+    def factor(t: Tensor) -> Tensor:
+        return ((t * t).mean(-1, keepdim=True) + eps).rsqrt()
+
+    r = factor(x.at)
     rss, total = arithmetic(size)
-    factor = Spread(r, (rss * r) ** 2, total * r).fixed(rsqrt_dtype)
-    out = factor.times(x.y * w).plus(V * y.abs())
-    if bool(((x.lin != 0) | (x.bias != 0)).any()):
+    scale = Spread(r, (rss * r) ** 2, total * r).fixed(rsqrt_dtype)
+    out = scale.times(x.at * w)
+    y = x.y * factor(x.y) * w
+    out = Spread(y, out.var, out.lin).moved(out.at).plus(V * out.at.abs())
+    if bool((x.lin != 0).any()):
         stray = torch.minimum(REACH * x.var.mean(-1, keepdim=True).sqrt(), x.lin.square().mean(-1, keepdim=True).sqrt())
-        sup = (((square.sqrt() - stray).clamp(min=0.0)) ** 2 + eps).rsqrt()
-        own, common = (w * sup).abs(), y.abs() * sup * sup / size
+        near = ((x.at * x.at).mean(-1, keepdim=True).sqrt() - stray).clamp(min=0.0)
+        sup = (near**2 + eps).rsqrt()
+        own, common = (w * sup).abs(), out.at.abs() * sup * sup / size
         out = Spread(
             y,
-            out.var + own**2 * x.var + common**2 * (x.y**2 * x.var).sum(-1, keepdim=True),
-            out.lin + own * x.lin + common * (x.y.abs() * x.lin).sum(-1, keepdim=True),
-            out.bias + w * r * x.bias - y * r * r / size * (x.y * x.bias).sum(-1, keepdim=True),
+            out.var + own**2 * x.var + common**2 * (x.at**2 * x.var).sum(-1, keepdim=True),
+            out.lin + own * x.lin + common * (x.at.abs() * x.lin).sum(-1, keepdim=True),
+            out.bias,
         )
     return out

@@ -24,10 +24,11 @@ def projection(
     estimated: for every output ij the adjoint G = d comb_ij / d m is carried backwards through all steps. With g = G m'
     (the effect of a *relative* error of each entry of a step's result) a step contributes
 
-        sum (2 v g)^2 + sum_groups (3 v sum_group g)^2
+        sum (3 v g)^2 + sum_groups (4 v sum_group g)^2
 
-    (division, and a denominator of four terms that all entries of a group share), then G <- (G - sum_group g) / den.
-    At the start: v m for adding eps, 2 v p for the division and 3 v for the denominator of the softmax, and for each
+    (a division, or a reciprocal and a product; a denominator of N terms and eps that a whole group shares), then
+    G <- (G - sum_group g) / den.
+    At the start: v m for adding eps, 3 v p for the division and 4 v for the denominator of the softmax, and for each
     logit the sensitivity c = p (G - sum_row G p) times its errors: `own` (independent, one amplitude per logit), 3 v of
     the exponential, 2 v |l - max| of its argument (subtraction, and a product with log2 e), and `common`, one error
     that moves all logits together (the norm in front: entry ij moves by common_ij, with sign), of size 1 in rss units
@@ -44,7 +45,8 @@ def projection(
         m = m / den
         results.append(m)
         dens.append(den)
-    size = logits.shape[-2] * logits.shape[-1]
+    terms = logits.shape[-1]
+    size = logits.shape[-2] * terms
     g = torch.eye(size, dtype=torch.float64, device=logits.device).reshape(size, *logits.shape[-2:])
     g = g.expand(*logits.shape[:-2], *g.shape)  # [..., output, N, M]
     var = torch.zeros(g.shape[:-2], dtype=torch.float64, device=logits.device)
@@ -58,14 +60,14 @@ def projection(
     for axis, result, den in zip(reversed(_steps(iterations)), reversed(results), reversed(dens), strict=True):
         moved = g * result.unsqueeze(-3)
         group = moved.sum(axis, keepdim=True)
-        add(moved, 2 * V)
-        add(group, 3 * V)
+        add(moved, 3 * V)
+        add(group, V * terms)
         g = (g - group) / den.unsqueeze(-3)
     add(g * start.unsqueeze(-3), V)
     moved = g * p.unsqueeze(-3)
     group = moved.sum(-1, keepdim=True)
-    add(moved, 2 * V)
-    add(group, 3 * V)
+    add(moved, 3 * V)
+    add(group, V * terms)
     add(g, TINY)
     effect = p.unsqueeze(-3) * (g - group)
     away = (logits - logits.max(-1, keepdim=True).values).abs()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.judge import cost, exact, figures, margin, picks, rows, ulp, valid
+from harness.judge import cost, exact, figures, margin, picks, rows, sample, ulp, valid
 from harness.judge.rows import Pair, combine
 from harness.records import TensorComparison, Verdict
 from harness.types import Judged
@@ -219,13 +219,13 @@ class TestCost:
 
     def test_an_exact_reference_raises_no_alarm(self) -> None:
         y = self.y.bfloat16().double()
-        found = cost.cost(y * U / math.sqrt(3), torch.zeros_like(y), y, "bf16")
+        found = cost.cost(y * U / math.sqrt(3), torch.zeros_like(y), y, "bf16", 64)
         assert found.ratio is not None
         assert found.ratio <= 1
 
     def test_few_elements_have_no_cost(self) -> None:
         y = signal(1, 1, 31)
-        assert cost.cost(y, y, y, "fp32").ratio is None
+        assert cost.cost(y, y, y, "fp32", 1).ratio is None
         assert judge(y.bfloat16(), y, y.bfloat16()).verdict is Verdict.PASS
 
     def test_a_stat_is_judged_by_cost(self) -> None:
@@ -299,10 +299,10 @@ class TestPicks:
 
 
 class TestFree:
-    y = signal(1, 64, 64)
+    y = signal(1, 256, 16)
 
     def noisy(self, size: float, seed: int) -> Tensor:
-        return (self.y + size * signal(1, 64, 64, seed=seed)).bfloat16()
+        return (self.y + size * signal(1, 256, 16, seed=seed)).bfloat16()
 
     def test_as_noisy_as_the_reference_passes_and_twice_as_noisy_fails(self) -> None:
         reference = self.noisy(0.1, 1)
@@ -310,6 +310,39 @@ class TestFree:
         found = free(self.noisy(0.2, 2), self.y, reference)
         assert found.verdict is Verdict.FAIL
         assert found.margin is None
+
+    def test_luck_shrinks_with_tokens(self) -> None:
+        assert [round(sample.luck(n), 2) for n in (8, 32, 62, 170)] == [11.16, 2.71, 2.0, 1.5]
+        assert sample.luck(1) > 1e5
+        assert sample.luck(0) == sample.luck(1)
+        assert sample.luck(1e9) == pytest.approx(1, abs=1e-3)
+
+    def test_tokens_count_by_the_error_they_carry(self) -> None:
+        even = torch.ones(2, 50, 7)
+        assert sample.carriers(even) == pytest.approx(100)
+        even[0, 0] = 1e6
+        assert sample.carriers(even) == pytest.approx(1)
+        assert sample.carriers(torch.zeros(1, 9, 2)) == 9
+
+    @given(st.integers(0, 2**32), st.integers(2, 60))
+    def test_equally_noisy_sides_never_fail_over_few_tokens(self, seed: int, tokens: int) -> None:
+        """Errors that all elements of a token share: the hardest case for an RMS (of the local rule, too)."""
+        g = torch.Generator().manual_seed(seed)
+        y = torch.randn(1, tokens, 32, dtype=torch.float64, generator=g)
+        shared = [1e-2 * torch.randn(1, tokens, 1, dtype=torch.float64, generator=g) * y for _ in range(2)]
+        found = free((y + shared[0]).float(), y, (y + shared[1]).float(), dtype="fp32")
+        assert found.verdict in (Verdict.PASS, Verdict.SKIPPED)
+        plan = Judged(y, 0.1 * y.abs(), y.abs())
+        near = rows.local(Pair(Declared(dtype="fp32"), (y + shared[0]).float(), (y + shared[1]).float()), plan, y)
+        assert near.verdict is Verdict.PASS
+
+    def test_over_few_tokens_only_a_gross_error_fails(self) -> None:
+        y = signal(1, 12, 64)
+        reference = (y * (1 + 1e-3 * signal(1, 12, 64, seed=1))).float()
+        verdicts = [free((y * f).float(), y, reference, dtype="fp32").verdict for f in (1.002, 1.1)]
+        assert verdicts == [Verdict.PASS, Verdict.FAIL]
+        two = free(y[:, :2].float(), y[:, :2], reference[:, :2], dtype="fp32")
+        assert (two.verdict, "too few" in str(two.reason)) == (Verdict.SKIPPED, True)
 
     def test_an_ill_conditioned_reference_decides_nothing(self) -> None:
         assert free(self.noisy(0.5, 2), self.y, self.noisy(2.0, 1)).verdict is Verdict.INCONCLUSIVE

@@ -229,7 +229,7 @@ def test_a_patch_that_breaks_the_model(
 
 def test_positions_that_do_not_begin_at_zero(native: build.HFReference, case: Mapping[str, Tensor]) -> None:
     moved = {**case, "positions": case["positions"] + 4}
-    with pytest.raises(UsageError, match=r"expected 0\.\.132 in every row, came \[4, 4\]"):
+    with pytest.raises(UsageError, match=r"expected 0\.\.132 in every row, came rows that begin at \[4, 4\]"):
         native.certify(moved, {"layers.1.q_a.q_a": torch.zeros(1)})
     sliding = build.model(native.net.checkpoint.folder, layers=[0])
     assert all(check.ok for check in sliding.certify(moved, compose(sliding, moved)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,12 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u202e\x07"
 
 
 def records(variant: str = "faulty", layers: int = 6) -> list[Record]:
-    """One run: clean | faulty | stopped | invalid | bypass | weights | hostile."""
+    """One run: clean | faulty | stopped | invalid | bypass | weights | loading | inconclusive | hostile."""
+    return list(_records(variant, layers))
+
+
+@cache
+def _records(variant: str, layers: int) -> list[Record]:
     tag = HOSTILE if variant == "hostile" else ""
     maker = Maker(7, variant in ("faulty", "hostile", "stopped"), tag)
     head, rest = config(tag, layers), list(body(maker, layers))
@@ -170,8 +176,15 @@ def records(variant: str = "faulty", layers: int = 6) -> list[Record]:
             direct_residual=True,
         )
         rest = [_bypassed(r) for r in rest]
-    if variant == "weights":
-        rest = [_lost_scale(r) for r in rest]
+    if variant in ("weights", "loading"):
+        rest = [_lost_scale(r, local=variant == "weights") for r in rest]
+    if variant == "loading":
+        lost = FirstFault("layers.1.q_b", "weights", Verdict.FAIL, reason="every element 16 x too large")
+        changes = {"verdict": Verdict.FAIL, "exit_code": 1, "first_fault": lost, "reason": lost.reason}
+        return [head, *rest, summary(rest, **changes)]
+    if variant == "inconclusive":
+        rest = [_undecided(r) for r in rest]
+        return [head, *rest, summary(rest, verdict=Verdict.INCONCLUSIVE, exit_code=3, reason="cancellation to 3 bits")]
     return [head, *rest, summary(rest, **({"reason": "because" + tag} if tag else {}))]
 
 
@@ -186,7 +199,13 @@ def _bypassed(record: Record) -> Record:
     return record
 
 
-def _lost_scale(record: Record) -> Record:
+def _undecided(record: Record) -> Record:
+    if isinstance(record, Comparison) and (record.stage, record.mode) == ("layers.4.compressor", "local"):
+        return replace(record, verdict=Verdict.INCONCLUSIVE, reason="cancellation to 3 bits")
+    return record
+
+
+def _lost_scale(record: Record, local: bool) -> Record:
     if isinstance(record, Weights) and record.stage == "layers.1.q_b":
         worst = Coordinate((3, 17), 0.5, 0.03125, 0.03125, None, None)
         return replace(
@@ -197,7 +216,7 @@ def _lost_scale(record: Record) -> Record:
             worst=worst,
             slope=16.0,
         )
-    if isinstance(record, Comparison) and record.stage == "layers.1.q_b" and record.mode == "local":
+    if local and isinstance(record, Comparison) and (record.stage, record.mode) == ("layers.1.q_b", "local"):
         tensor = replace(
             record.tensors[0], verdict=Verdict.FAIL, margin=5120.0, cost=9800.0, slope=16.0, reason="slope 16"
         )

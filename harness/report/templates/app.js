@@ -115,7 +115,8 @@ $('#filter').addEventListener('input', filter);
 $('#filter').addEventListener('submit', (event) => event.preventDefault());
 
 // The map: one tab stop, arrow keys between cells, figures beside it.
-const linkIn = (cell) => cell && $(`.${currentMode()}[href]`, cell);
+const view = () => root.dataset.view;
+const linkIn = (cell) => cell && $(`.${view()}[href]`, cell);
 function rove(link) {
   $$('a', heat).forEach((a) => { a.tabIndex = a === link ? 0 : -1; });
 }
@@ -127,7 +128,7 @@ function rowSaid(row) {
 }
 function describe(event) {
   const cell = event.target.closest('td');
-  const shown = cell && $(`.${currentMode()}`, cell);
+  const shown = cell && $(`.${view()}`, cell);
   if (!shown) return;
   const row = shown.hash && document.getElementById(decodeURIComponent(shown.hash.slice(1)));
   $('#readout').replaceChildren(...(row && rows.includes(row) ? rowSaid(row) : [shown.title]));
@@ -156,11 +157,12 @@ heat.addEventListener('keydown', (event) => {
   }
 });
 function switched() {
-  root.dataset.mode = $('input[name="mode"]:checked').value;
-  rove($$(`a.${currentMode()}`, heat)[0]);
+  root.dataset.view = $('input[name="view"]:checked').value;
+  root.dataset.mode = root.dataset.view === 'free' ? 'free' : 'local';
+  rove($$(`a.${view()}`, heat)[0]);
   drawTokens();
 }
-$$('input[name="mode"]').forEach((input) => input.addEventListener('change', switched));
+$$('input[name="view"]').forEach((input) => input.addEventListener('change', switched));
 $('#token-stage').addEventListener('change', drawTokens);
 
 // The first that did not pass are unpacked ahead: printing shows them, and cannot wait.
@@ -178,7 +180,7 @@ async function start() {
   const some = Object.values(meta.map).some((side) => side.rows.length);
   $('#tokens').hidden = !some;
   if (some) switched();
-  else rove($$(`a.${currentMode()}`, heat)[0]);
+  else rove($$(`a.${view()}`, heat)[0]);
   if (bad[0] && ['FAIL', 'INVALID'].includes(bad[0].dataset.v)) await toggle(bad[0], true);
   await follow();
   const idle = globalThis.requestIdleCallback || ((work) => setTimeout(work, 50));

@@ -30,7 +30,7 @@ function strip(values, bin, label) {
 
 function histogram([low, high, counts], local) {
   const top = Math.log1p(Math.max(...counts, 1));
-  const at = (value) => ((value - low) / (high - low)) * counts.length;
+  const at = (value) => ((value - low) / (high - low || 1)) * counts.length;
   const beyond = (i) => local && Math.abs(low + ((i + 0.5) / counts.length) * (high - low)) > 1;
   const bars = counts.map((count, i) => {
     const height = (60 * Math.log1p(count)) / top;
