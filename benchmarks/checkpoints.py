@@ -1,6 +1,6 @@
 """Stacking experts and decoding NVFP4: time and memory against the naive way, as ratios within one run.
 
-    python -m benchmarks.checkpoints [--config flash] [--experts 32] [--folder DIR] [--json reports/bench/checkpoints.json]
+    python -m benchmarks.checkpoints [--config flash] [--experts 32] [--folder DIR] [--json FILE]
 
 Each measurement runs in a process of its own: the peak is the kernel's high-water mark of resident memory, less what
 the same process needed to import torch and read the headers. A file copy is timed beside it, on the same disk and with

@@ -181,8 +181,8 @@ def load(reader: Reader, stage: str, leaf: Leaf, form: str | None, device: torch
 def stack(reader: Reader, part: Stored, experts: int, device: torch.device) -> Tensor:
     """[E, *shape] in one preallocated host buffer, filled from the file expert by expert, then moved once.
 
-    The bytes go straight to their place: beside the buffer nothing of the weights is alive. For a GPU it is pinned. A few
-    threads read at once: fresh memory and a fast disk both keep one core busier than the copy itself.
+    The bytes go straight to their place: beside the buffer nothing of the weights is alive. For a GPU it is pinned. A
+    few threads read at once: fresh memory and a fast disk both keep one core busier than the copy itself.
     """
     dtype, shape = reader.headers[part.native.format(expert=0)]
     buffer = torch.empty((experts, *shape), dtype=TORCH_DTYPES[dtype], pin_memory=device.type == "cuda")

@@ -11,7 +11,7 @@ from typing import Any
 from cases.checkpoints.folder import Folder, open_folder
 from cases.checkpoints.layout import detect, title
 from cases.checkpoints.manifest import parts, stored_as
-from cases.checkpoints.model import ATTENTION, Model, model, read_config
+from cases.checkpoints.model import Model, model, read_config
 
 FACTS = (
     "hidden_size",
@@ -117,8 +117,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def _layer(sizes: Model, n: int) -> str:
-    attention = ATTENTION[sizes.ratios[n]]
-    return f"{attention}, {'hash' if sizes.hashed[n] else 'scored'} router"
+    return f"{sizes.kinds[n]}, {'hash' if sizes.hashed[n] else 'scored'} router"
 
 
 def _families(folder: Folder, family_of: dict[str, str]) -> tuple[Family, ...]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cases.checkpoints.layout import Layout, names_of
-from cases.checkpoints.model import Model
+from cases.checkpoints.model import ATTENTION, Model
 
 #: families of linears that a layout may quantise; all other parts are stored plainly
 QUANTISED = ("attention", "indexer query", "shared expert", "routed experts")
 FLOATS = ("BF16", "F32")
+SLIDING, SPARSE, _ = ATTENTION.values()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def parts(model: Model, draft: bool = False) -> Iterator[Part]:
     d = model.hidden
     yield Part("embed.weight", "embedding", (model.vocab, d))
     for layer in range(model.layers):
-        yield from _block(model, f"layers.{layer}.", layer, model.ratios[layer], model.hashed[layer])
+        yield from _block(model, f"layers.{layer}.", layer, model.kinds[layer], model.hashed[layer])
     yield Part("norm.weight", "norms", (d,))
     yield from _hyper("hc_head", model.streams, 1, model.streams * d)
     yield Part("head.weight", "head", (model.vocab, d))
@@ -121,7 +122,7 @@ def _fused(part: Part, model: Model) -> Iterator[Spec]:
     yield Spec(part, "fused", (stem + ("gate_up_proj" if part.leaf == "w1" else "down_proj"),), FLOATS, shape)
 
 
-def _block(model: Model, at: str, layer: int | None, ratio: int, hashed: bool) -> Iterator[Part]:
+def _block(model: Model, at: str, layer: int | None, kind: str, hashed: bool) -> Iterator[Part]:
     """One decoder layer (or, with ``layer`` None, the decoder layer inside a draft block)."""
     d, dim, draft = model.hidden, model.head, layer is None
     wide, ranks = model.heads * dim, model.groups * model.o_rank
@@ -145,11 +146,12 @@ def _block(model: Model, at: str, layer: int | None, ratio: int, hashed: bool) -
         ("wo_b", (d, ranks)),
     ):
         yield part(f"attn.{leaf}.weight", "attention", shape, linear="attention")
+    ratio = 0 if layer is None else model.ratios[layer]
     if ratio:
-        series = 2 if ratio == 4 else 1  # sparse attention pools two overlapping series
+        series = 2 if kind == SPARSE else 1  # sparse attention pools two overlapping series
         for key, shape, plain in _pooling("attn.compressor.", series * dim, dim, ratio, d):
             yield part(key, "compressor", shape, plain)
-    if ratio == 4:
+    if kind == SPARSE:
         rows = model.index_heads * model.index_head
         yield part("attn.indexer.wq_b.weight", "indexer", (rows, model.q_rank), linear="indexer query")
         yield part("attn.indexer.weights_proj.weight", "indexer", (model.index_heads, d))
@@ -171,7 +173,7 @@ def _block(model: Model, at: str, layer: int | None, ratio: int, hashed: bool) -
 
 
 def _draft(model: Model, at: str) -> Iterator[Part]:
-    yield from _block(model, at, None, 0, False)
+    yield from _block(model, at, None, SLIDING, False)
     d = model.hidden
     for leaf in ("e_proj", "h_proj"):
         yield Part(f"{at}{leaf}.weight", "draft block", (d, d), linear="attention", draft=True)

@@ -37,7 +37,8 @@ class Model:
     index_heads: int  # index_n_heads
     index_head: int  # index_head_dim
     streams: int  # hc_mult
-    ratios: tuple[int, ...]  # compression ratio of every layer, 0 for sliding attention
+    kinds: tuple[str, ...]  # attention type of every layer
+    ratios: tuple[int, ...]  # tokens per compressed entry, 0 for sliding attention
     hashed: tuple[bool, ...]  # whether a layer's router is a hash table
     draft: int  # num_nextn_predict_layers
 
@@ -96,8 +97,13 @@ def model(config: Mapping[str, Any], where: str = "config.json") -> Model:
     if type(draft) is not int or draft < 0:
         raise _bad(where, "num_nextn_predict_layers", "an integer >= 0", draft)
     _check_ropes(config, where)
+    kinds, rates = _kinds(config, layers, draft, where), _rates(config, where)
     found = Model(
-        **sizes, ratios=_ratios(config, layers, draft, where), hashed=_hashed(config, layers, where), draft=draft
+        **sizes,
+        kinds=kinds,
+        ratios=tuple(rates[kind] for kind in kinds),
+        hashed=_hashed(config, layers, where),
+        draft=draft,
     )
     if found.heads * found.head % found.groups:
         raise _bad(where, "o_groups", "a divisor of num_attention_heads * head_dim", found.groups)
@@ -135,6 +141,10 @@ def deepseek_form(config: Mapping[str, Any], where: str = "config.json") -> dict
     if "compress_ratios" in config and "rope_scaling" in config:
         return dict(config)
     sizes = model(config, where)
+    if not set(sizes.ratios) <= set(ATTENTION):
+        raise _bad(where, "compress_rates", "4 and 128, as DeepSeek's config can say", config["compress_rates"])
+    if sorted(sizes.hashed, reverse=True) != list(sizes.hashed):
+        raise _bad(where, "mlp_layer_types", "hash_moe layers first, as DeepSeek's config can say", "others")
     own = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
     found = {k: v for k, v in config.items() if k not in own}
     found["compress_ratios"] = [*sizes.ratios, *[0] * sizes.draft]
@@ -158,11 +168,19 @@ def _count(config: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _ratios(config: Mapping[str, Any], layers: int, draft: int, where: str) -> tuple[int, ...]:
+def _rates(config: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Tokens per compressed entry by attention type; only Hugging Face's form can say others than 4 and 128."""
+    given = config.get("compress_rates") or {}
+    if not isinstance(given, dict) or any(type(rate) is not int or rate < 1 for rate in given.values()):
+        raise _bad(where, "compress_rates", "an object of integers >= 1", given)
+    return {**RATIO, **given}
+
+
+def _kinds(config: Mapping[str, Any], layers: int, draft: int, where: str) -> tuple[str, ...]:
     ratios, types = config.get("compress_ratios"), config.get("layer_types")
     if ratios is None and types is None:
         raise _bad(where, "compress_ratios", "compress_ratios or layer_types (a schedule is never guessed)", None)
-    found: list[tuple[int, ...]] = []
+    found: list[tuple[str, ...]] = []
     if ratios is not None:
         lengths = sorted({layers, layers + draft})
         if not isinstance(ratios, list) or len(ratios) not in lengths:
@@ -170,13 +188,13 @@ def _ratios(config: Mapping[str, Any], layers: int, draft: int, where: str) -> t
             raise _bad(where, "compress_ratios", wanted, ratios)
         if bad := [r for r in ratios if type(r) is not int or r not in ATTENTION]:
             raise _bad(where, "compress_ratios", "entries 0, 4 or 128", bad[0])
-        found.append(tuple(ratios[:layers]))
+        found.append(tuple(ATTENTION[ratio] for ratio in ratios[:layers]))
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
             raise _bad(where, "layer_types", f"a list of {layers} entries", types)
         if bad := [t for t in types if t not in RATIO]:
             raise _bad(where, "layer_types", f"entries among {', '.join(RATIO)}", bad[0])
-        found.append(tuple(RATIO[t] for t in types))
+        found.append(tuple(types))
     if len(set(found)) != 1:
         raise _bad(where, "layer_types", "the schedule that compress_ratios gives", "another one")
     return found[0]
