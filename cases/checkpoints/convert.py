@@ -72,6 +72,11 @@ class Conversion:
         size = float(before.square().mean().sqrt())
         outcome.rms = max(outcome.rms, float(gap.square().mean().sqrt()) / size if size else 1.0)
 
+    def copied(self, what: str) -> None:
+        outcome = self.outcomes.setdefault(what, Outcome(what))
+        outcome.tensors += 1
+        outcome.exact += 1
+
     def lines(self) -> list[str]:
         return [f"{self.source} -> {self.target}", *(o.line for o in self.outcomes.values()), *self.notes]
 
@@ -153,9 +158,13 @@ class _Work:
                 writer.put(specs["fused"], self._plain(piece, torch.bfloat16))
             return
         form = self.layout.form(part.linear)
+        if form == "plain" and not part.linear:
+            for chunk in self.source.chunks(part):
+                writer.put(specs["weight"], chunk)
+            self.report.copied(f"{part.family}: copied")
+            return
         if form == "plain":
-            dtype = torch.bfloat16 if part.linear else DTYPES[self.source.dtype(part)]
-            writer.put(specs["weight"], self._plain(part, dtype))
+            writer.put(specs["weight"], self._plain(part, torch.bfloat16))
             return
         stored = self._quantised(part, form)
         if "input_scale" in specs:
@@ -164,18 +173,12 @@ class _Work:
             writer.put(specs[role], tensor)
 
     def _what(self, part: Part, form: str) -> str:
-        before = self.source.form(part)
-        return (
-            f"{part.family}, {part.leaf}: {before} -> {form}"
-            if not part.linear
-            else f"{part.linear}: {before} -> {form}"
-        )
+        return f"{part.linear}: {self.source.form(part)} -> {form}"
 
     def _plain(self, part: Part, dtype: torch.dtype) -> Tensor:
         before = self.source.values(part)
-        after = before if before.dtype == dtype else before.to(dtype)
-        what = self._what(part, str(dtype).removeprefix("torch.")) if part.linear else f"{part.family}: copied"
-        self.report.compare(what, before, after.to(before.dtype))
+        after = before.to(dtype)
+        self.report.compare(self._what(part, str(dtype).removeprefix("torch.")), before, after.double())
         return after
 
     def _quantised(self, part: Part, form: str) -> dict[str, Tensor]:

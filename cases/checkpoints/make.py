@@ -88,7 +88,9 @@ def _put(writer: Writer, part: Part, layout: Layout, sizes: Model, source: Synth
         return
     form = layout.form(part.linear, part.draft)
     if form == "plain":
-        writer.put(specs["weight"].name, source.values(part).to(PLAIN[part.plain]))
+        whole = part.linear or part.plain != "BF16" or len(part.shape) == 1
+        for piece in [source.values(part)] if whole else source.pieces(part):
+            writer.put(specs["weight"].name, piece.to(PLAIN[part.plain]))
         return
     stored = encode(part, form, source.values(part), source.amax(part) if "nvfp4" in form else torch.ones(()), layout)
     if "input_scale" in specs:

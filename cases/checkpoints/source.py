@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -31,6 +31,11 @@ class Source:
         """The dtype in which an unquantised part is stored."""
         spec = next(stored_as(part, self.sizes, self.layout))
         return self.folder.stored(self._name(spec)).dtype
+
+    def chunks(self, part: Part) -> Iterator[Tensor]:
+        """An unquantised part as stored, flat, a piece at a time."""
+        spec = next(stored_as(part, self.sizes, self.layout))
+        return self.folder.chunks(self._checked(spec, self._name(spec)))
 
     def partner(self, part: Part) -> Part | None:
         """Gate for up and up for gate."""

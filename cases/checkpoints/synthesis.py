@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,7 @@ from cases.checkpoints.model import Model
 
 CLOSED = -12.0  # base of a closed stream: sigmoid(-12) is about hc_eps
 SINKS = (-2.0, 3.0)
+PIECE = 16 << 20  # elements
 
 
 class Synthesis:
@@ -48,10 +50,15 @@ class Synthesis:
             return 0.15 * torch.randn(shape, generator=g)
         if len(shape) == 1:  # norms: around one, never one
             return torch.exp(0.25 * torch.randn(shape, generator=g)).clamp_(0.2, 4.0)
-        if leaf == "embed":
-            return 0.4 * torch.randn(shape, generator=g)
-        gain = {"head": 0.5, "gate": 1.7}.get(leaf, 1.0)
-        return gain * shape[-1] ** -0.5 * torch.randn(shape, generator=g)
+        return torch.cat(list(self.pieces(part)))
+
+    def pieces(self, part: Part) -> Iterator[Tensor]:
+        """The rows of a matrix that no layout quantises, some at a time: an embedding of Pro has 3.7 GB in float32."""
+        g, (rows, columns) = self._stream(part.key), part.shape
+        std = 0.4 if part.leaf == "embed" else {"head": 0.5, "gate": 1.7}.get(part.leaf, 1.0) * columns**-0.5
+        step = max(1, PIECE // columns)
+        for first in range(0, rows, step):
+            yield torch.randn(min(step, rows - first), columns, generator=g).mul_(std)
 
     def amax(self, part: Part) -> Tensor:
         """float32 []: the largest magnitude of what shares the part's global scale (gate and up of one MLP)."""
