@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 JOBS   ?= 2
 
-.PHONY: demo test check parity parity-gpu eval faults bench report format clean
+.PHONY: demo test check parity eval bench report format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/harness diff --layer 2 --json reports/demo.jsonl --html reports/demo.html
 
+# One thread a worker: JOBS workers of several threads each would only wait for one another.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -30,6 +31,10 @@ parity: $(READY)
 
 eval: $(READY)
 	$(BIN)/python -m cases.training.evaluate
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.checkpoints
 
 report: $(READY)
 	$(BIN)/harness report reports/demo.jsonl --html reports/demo.html

@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoints [--config flash] [--experts 32] [--folder DIR] [--json FILE]
 
-Each measurement runs in a process of its own: the peak is the kernel's high-water mark of resident memory, less what
-the same process needed to import torch and read the headers. A file copy is timed beside it, on the same disk and with
-the same cache state (read once before).
+Each measurement runs in a process of its own, in turns; ratios are medians over the turns. The peak is the high-water
+mark of resident memory, less what the same process needed to import torch and read the headers. A file copy is timed
+beside it, on the same disk. The exit code is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import platform
 import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -21,30 +21,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import ROOT, alternate
+
+OUT = ROOT / "reports" / "bench" / "checkpoints.json"
 LEAVES = ("w1", "w3", "w2")
 REPEATS = 5
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=("tiny", "flash", "pro"), default="flash")
     parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to make the checkpoint (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, default=Path("reports/bench/checkpoints.json"))
+    parser.add_argument("--json", type=Path, default=OUT)
     parser.add_argument("--measure", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(MEASURES[args.measure[0]](Path(args.measure[1]))))
-        return
+        return 0
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
         folder = Path(root) / "checkpoint"
         prepare(folder, args.config, args.experts)
-        result = compare(folder, args.config, args.experts)
+        words = {what: ["benchmarks.checkpoints", "--measure", what, str(folder)] for what in MEASURES}
+        turns = {what: [dict(s.said or {}) for s in found] for what, found in alternate(words, args.rounds).items()}
+    figures = compare(turns)
+    print(f"{'figure':46} {'value':>8} {'limit':>9}")
+    for name, f in figures.items():
+        limit = "" if f["limit"] is None else f"{f['bound']} {f['limit']}"
+        print(f"{name:46} {f['value']:8.3f} {limit:>9}  {'' if f['ok'] else 'EXCEEDED'}")
+    machine = {"platform": platform.platform(), "python": platform.python_version()}
+    run = {"config": args.config, "experts": args.experts, "machine": machine}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=2) + "\n")
-    for name, value in result["ratios"].items():
-        print(f"{name:<48} {value:.2f}")
-    print(f"written to {args.json}")
+    args.json.write_text(json.dumps({**run, "figures": figures, "samples": turns}, indent=1) + "\n")
+    print(f"written to {args.json}", file=sys.stderr)
+    return 0 if all(f["ok"] for f in figures.values()) else 1
 
 
 def prepare(folder: Path, config: str, experts: int) -> None:
@@ -57,28 +68,32 @@ def prepare(folder: Path, config: str, experts: int) -> None:
     make(folder, chosen, LAYOUTS["modelopt-experts"], shard_bytes=256 << 20)
 
 
-def compare(folder: Path, config: str, experts: int) -> dict[str, Any]:
-    """Run every measurement in its own process, and the ratios that matter."""
-    found: dict[str, Any] = {}
-    for what in MEASURES:
-        words = [sys.executable, "-m", "benchmarks.checkpoints", "--measure", what, str(folder)]
-        found[what] = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-    stacked, naive, copy = found["stack"], found["naive stack"], found["file copy"]
+def compare(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """The ratios that matter, each with its limit."""
+
+    def over(one: str, other: str) -> float:
+        pairs = zip(turns[one], turns[other], strict=True)
+        return float(statistics.median(a["seconds"] / b["seconds"] for a, b in pairs))
+
+    def held(what: str) -> float:
+        return float(statistics.median(s["peak"] / (s["bytes"] + s["one"]) for s in turns[what]))
+
+    figures = {
+        "stacking: peak over stack + one expert": (held("stack"), "<=", 1.05),
+        "naive stacking: the same": (held("naive stack"), "<=", None),
+        "stacking: time over a file copy": (over("stack", "file copy"), "<=", 1.2),
+        "naive stacking: the same ": (over("naive stack", "file copy"), "<=", None),
+        "production's decode: a look-up per nibble over it": (over("nibble look-up", "production decode"), ">=", 3.0),
+        "reference's decode: a look-up per nibble over it": (over("nibble look-up", "reference decode"), ">=", 3.0),
+    }
     return {
-        "machine": {"platform": platform.platform(), "python": platform.python_version()},
-        "config": config,
-        "experts": experts,
-        "measurements": found,
-        "ratios": {
-            "stacking: peak over (stack + one expert)": stacked["peak"] / (stacked["bytes"] + stacked["one"]),
-            "naive stacking: peak over (stack + one expert)": naive["peak"] / (naive["bytes"] + naive["one"]),
-            "stacking: time over a file copy": stacked["seconds"] / copy["seconds"],
-            "naive stacking: time over a file copy": naive["seconds"] / copy["seconds"],
-            **{
-                f"{side}: speed over a look-up per nibble": found["nibble look-up"]["seconds"] / found[side]["seconds"]
-                for side in ("production decode", "reference decode")
-            },
-        },
+        name: {
+            "value": round(value, 4),
+            "bound": bound,
+            "limit": limit,
+            "ok": limit is None or (value <= limit if bound == "<=" else value >= limit),
+        }
+        for name, (value, bound, limit) in figures.items()
     }
 
 
@@ -189,4 +204,4 @@ MEASURES: dict[str, Callable[[Path], dict[str, float]]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness import select
 from harness.case import Declared
+from harness.dump import Keeper
 from harness.execute import Way, Wires
 from harness.judge import entropy as entropy_rule
 from harness.judge.rows import Pair, combine
@@ -34,6 +35,7 @@ class Bench:
     wires: Wires  # the reference's, by wire
     command: str  # what reproduces the run, without layer, stage and mode
     declared: Sequence[Declared] = ()
+    keeper: Keeper | None = None  # what --dump may write
     outputs: Mapping[str, Output] = field(init=False)  # the reference's, by wire
     promised: Mapping[str, Output] = field(init=False)  # production's, by wire
 

@@ -54,6 +54,8 @@ KEYS = {
     "declared": list,
 }
 DECLARED_KEYS = {"stage": str, "output": str, "reason": str, "floor": float}
+LARGEST = 1 << 31  # ids and positions lie below
+MOST = 1 << 22  # tokens of all rows: no comparison of three witnesses is that large
 ROTATION = 7  # row b of a batch starts 7 b tokens later: rows differ, and no row is another's shift by a window
 
 
@@ -94,8 +96,10 @@ class Case:
             raise UsageError(f"case {self.name}: expected a batch of at least 1, got {self.batch}")
         if self.length is not None and self.length < 1:
             raise UsageError(f"case {self.name}: expected a length of at least 1, got {self.length}")
-        if self.positions < 0:
+        if not 0 <= self.positions < LARGEST:
             raise UsageError(f"case {self.name}: expected positions of at least 0, got {self.positions}")
+        if self.batch * (self.length or 1) > MOST:
+            raise UsageError(f"case {self.name}: expected at most {MOST} tokens, got {self.batch} x {self.length or 1}")
 
     def override(self, **changes: Any) -> Case:
         """The case with the given fields changed; a new prompt or new tokens replace the old text and its length."""
@@ -119,7 +123,7 @@ def load(name: str) -> Case:
         raise UsageError(f"--case {name!r}: no such file, and the bundled cases are {', '.join(known) or 'none'}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8
         raise UsageError(f"{path}: expected a TOML case file: {' '.join(str(error).split())}") from error
     return _parse(data, path, name)
 
@@ -147,7 +151,7 @@ def _parse(data: Mapping[str, Any], path: Path, argument: str) -> Case:
     if "text" in data:
         try:
             known["prompt"] = (path.parent / data["text"]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(f"{path}: text {data['text']!r} cannot be read: {error}") from error
     if "tokens" in data:
         if not all(isinstance(t, int) and not isinstance(t, bool) for t in data["tokens"]):
@@ -168,6 +172,8 @@ def _declared(item: Any, where: str) -> Declared:
     _check(item, DECLARED_KEYS, where)
     if missing := [key for key in ("stage", "reason", "floor") if key not in item]:
         raise UsageError(f"{where}: the key {missing[0]!r} is missing")
+    if not 0 <= item["floor"] <= 1:
+        raise UsageError(f"{where}: expected a floor of 0 to 1 (RMS error over RMS), got {item['floor']}")
     return Declared(**item)
 
 
@@ -194,7 +200,7 @@ def sequence(case: Case) -> list[int]:
     if not ids:
         raise UsageError(f"case {case.name}: the prompt is empty; expected at least one token")
     for token in ids:
-        if token < 0 or (size is not None and token >= size):
+        if not 0 <= token < (LARGEST if size is None else size):
             limit = f"0 to {size - 1}" if size is not None else "0 and up"
             raise UsageError(f"case {case.name}: token id {token} is out of range; the vocabulary has ids {limit}")
     length = len(ids) if case.length is None else case.length

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness import __version__
 from harness.tally import INVALID, USAGE
 from harness.types import InvalidRun, UsageError
+
+if TYPE_CHECKING:
+    from harness.views import Files
 
 EPILOG = """exit codes: 0 every row passes; 1 a stage fails; 2 bad input; 3 the comparison means nothing (reference not
 certified, ill-conditioned, interrupted)"""
@@ -50,15 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INVALID
     except SystemExit as stop:  # argparse's --help and --version
         return stop.code if isinstance(stop.code, int) else 0
+    except MemoryError as error:
+        print(f"harness: out of memory: {error or 'take fewer layers, --length or --batch'}", file=sys.stderr)
+        return USAGE
 
 
 def entry() -> NoReturn:
-    """The console script. A closed pipe (``| head``) ends the output, not with a traceback."""
-    try:
-        sys.exit(main())
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
+    """The console script."""
+    from harness.early import Signals
+
+    Signals.last = True
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, a file name that is no text
+    sys.exit(main())
 
 
 def _parser() -> Parser:
@@ -81,6 +90,7 @@ def _parser() -> Parser:
     diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
     diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
+    diff.add_argument("--dump", metavar="DIR", help="write the first fault's (or --stage's) tensors and a repro.py")
     _view_options(diff, json=True)
 
     listing = commands.add_parser("list", help="what there is to compare")
@@ -95,8 +105,8 @@ def _parser() -> Parser:
     _case_options(components)
     components.set_defaults(command=_list_components)
 
-    report = commands.add_parser("report", help="views of a finished run")
-    report.add_argument("run", metavar="RUN.jsonl")
+    report = commands.add_parser("report", help="views of a run, or what got worse from one to another")
+    report.add_argument("runs", nargs="+", metavar="RUN.jsonl", help="two of them: exit 1 if the second is worse")
     _view_options(report, json=False)
     report.set_defaults(command=_report)
 
@@ -120,6 +130,9 @@ def _view_options(parser: argparse.ArgumentParser, *, json: bool) -> None:
         parser.add_argument("--json", metavar="FILE", help="write the records as JSON lines")
     parser.add_argument("--html", metavar="FILE", help="write a page that opens offline")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    parser.add_argument(
+        "--step-summary", metavar="FILE", help="append markdown (default: $GITHUB_STEP_SUMMARY, if it is set)"
+    )
 
 
 def _case(args: argparse.Namespace) -> Any:
@@ -138,13 +151,17 @@ def _diff(args: argparse.Namespace) -> int:
         "batch": _whole("--batch", args.batch),
         "dtype": args.dtype,
     }
-    outputs = {name: _output(f"--{name}", getattr(args, name)) for name in ("json", "html", "junit")}
+    files = _files(args)
     given = [
         word
         for name in ("prompt", "tokens", "length", "batch", "dtype")
         if getattr(args, name) is not None
         for word in (f"--{name}", str(getattr(args, name)))
     ]
+    if args.layer is not None:
+        from harness import select
+
+        select.ranges(args.layer)  # before anything is loaded
     case = _case(args).override(**changes)
     case = case.override(argument=(*case.argument, *given))
     request = {
@@ -157,7 +174,7 @@ def _diff(args: argparse.Namespace) -> int:
     }
     from harness.diff import diff
 
-    return diff(case, request, outputs["json"], outputs["html"], outputs["junit"], sys.stdout)
+    return diff(case, request, files, _out())
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -198,32 +215,71 @@ def _output(option: str, text: str | None) -> Path | None:
     return path
 
 
+def _folder(option: str, text: str | None) -> Path | None:
+    """A folder that exists, or that can be made in one that does."""
+    import os
+
+    if text is None:
+        return None
+    if path := Path(text) if text and "\0" not in text and Path(text).is_dir() else None:
+        if not os.access(path, os.W_OK):
+            raise UsageError(f"{option} {shlex.quote(text)} cannot be written: permission denied")
+        return path
+    if text and "\0" not in text and Path(text).exists():
+        raise UsageError(f"{option} {shlex.quote(text)} is a file; name a folder")
+    return _output(option, text)
+
+
+def _files(args: argparse.Namespace) -> Files:
+    """Where to write what, checked before any work is done."""
+    from harness.views import Files, step_summary_file
+
+    named = {
+        name: _output(f"--{name.replace('_', '-')}", getattr(args, name, None))
+        for name in ("json", "html", "junit", "step_summary")
+    }
+    named["step_summary"] = step_summary_file(named["step_summary"])
+    return Files(**named, dump=_folder("--dump", getattr(args, "dump", None)))
+
+
+def _out() -> Any:
+    from harness.early import Output
+
+    return Output(sys.stdout)
+
+
 def _list_stages(args: argparse.Namespace) -> int:
     from harness import listing
 
-    return listing.stages(_case(args), args.layer, args.json, sys.stdout)
+    return listing.stages(_case(args), args.layer, args.json, _out())
 
 
 def _list_cases(args: argparse.Namespace) -> int:
     from harness import listing
 
-    return listing.cases(sys.stdout)
+    return listing.cases(_out())
 
 
 def _list_components(args: argparse.Namespace) -> int:
     from harness import listing
 
-    return listing.components(_case(args), sys.stdout)
+    return listing.components(_case(args), _out())
 
 
 def _report(args: argparse.Namespace) -> int:
-    html, junit = _output("--html", args.html), _output("--junit", args.junit)
-    from harness.views import show
+    from harness import views
 
-    return show(Path(args.run), html, junit, sys.stdout)
+    runs, files = [Path(run) for run in args.runs], _files(args)
+    if len(runs) == 1:
+        return views.show(runs[0], files, _out())
+    if len(runs) > 2:
+        raise UsageError(f"report: expected one run to show or two to compare, got {len(runs)}")
+    if files.html or files.junit:
+        raise UsageError("report: --html and --junit show one run; with two, only what got worse is printed")
+    return views.compare(runs[0], runs[1], files, _out())
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from harness.doctor import doctor
 
-    return doctor(sys.stdout)
+    return doctor(_out())

@@ -76,6 +76,7 @@ class View:
     out: TextIO
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    skips: dict[str, list[str]] = field(default_factory=dict)  # reason -> rows
     _printed: int = 0
     _progress: Progress | None = None
 
@@ -120,6 +121,9 @@ class View:
         self._flush(len(self.rows))
         if self.rich:
             self._table()
+        for reason, rows in self.skips.items():
+            where = rows[0] if len(rows) == 1 else f"{len(rows)} rows from {rows[0]} on"
+            self._print(f"SKIPPED {where}: {reason}")
         for note in self.notes:
             self._print(note)
         total = summary.seconds.get("total")
@@ -146,12 +150,11 @@ class View:
         self.rows[record.stage].add(record)
         if self._progress is not None:
             self._progress.advance(self._progress.task_ids[0])
-        bad = isinstance(record, Comparison) and record.verdict not in (Verdict.PASS, Verdict.SKIPPED)
-        if bad or (isinstance(record, Skip) and not record.reason.startswith("bypassed")):
-            verdict = record.verdict if isinstance(record, Comparison) else "SKIPPED"
-            at = f"{record.stage} ({record.mode})"
-            tensor = f" {record.tensor}:" if isinstance(record, Comparison) and record.tensor else ""
-            self.notes.append(f"{verdict} {at}:{tensor} {record.reason}")
+        if isinstance(record, Skip):
+            self.skips.setdefault(record.reason, []).append(f"{record.stage} ({record.mode})")
+        elif record.verdict not in (Verdict.PASS, Verdict.SKIPPED):
+            tensor = f" {record.tensor}:" if record.tensor else ""
+            self.notes.append(f"{record.verdict} {record.stage} ({record.mode}):{tensor} {record.reason}")
 
     def _flush(self, count: int) -> None:
         """Print finished rows (plain text only)."""

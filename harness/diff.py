@@ -2,87 +2,94 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from harness import views
 from harness.case import Case
 from harness.console import View
+from harness.early import Output, Signals, Stopped
 from harness.jsonl import Writer
 from harness.records import Record, Summary
-from harness.tally import Tally
-from harness.types import UsageError
+from harness.tally import INVALID, Tally
+from harness.types import UsageError, one_line
+from harness.views import Files
 
 
-class Stopped(BaseException):
-    """SIGINT or SIGTERM: end the run, keep what is there."""
-
-
-def diff(
-    case: Case, request: Mapping[str, Any], json: Path | None, html: Path | None, xml: Path | None, out: TextIO
-) -> int:
+def diff(case: Case, request: Mapping[str, Any], files: Files, out: Output) -> int:
     """Run a case; returns the exit code of its summary. Interrupted runs keep their records and are INVALID (3)."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="harness-") as folder, Signals() as signals:
+            return _diff(case, request, files, out, signals, files.json or Path(folder) / "run.jsonl")
+    except Stopped:  # before the first record
+        print("harness: interrupted before anything was compared", file=sys.stderr)
+        return INVALID
+    except FileNotFoundError as error:
+        if "temporary directory" not in str(error):
+            raise
+        raise UsageError(f"{error.strerror}; free some space there or set TMPDIR") from error
+
+
+def _diff(case: Case, request: Mapping[str, Any], files: Files, out: Output, signals: Signals, path: Path) -> int:
     start = time.perf_counter()
     from harness import engine
+    from harness.dump import Keeper
     from harness.plan import Request
 
     clock = engine.Clock({"import": time.perf_counter() - start}, start)
-    view, tally = View(out), Tally()
+    keeper = Keeper(files.dump, bool(request.get("stages"))) if files.dump else None
+    out.needed = not files.any()
+    view, tally, writer = View(cast(TextIO, out)), Tally(), Writer(path)
     kept: list[Record] = []
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        path = json if json is not None else Path(folder) / "run.jsonl"
-        writer = Writer(path)
+    failure: UsageError | None = None
 
-        def emit(record: Record) -> None:
+    def emit(record: Record) -> None:
+        with signals.held():
             tally.add(record)
             kept.append(record)
             writer.write(record)
+            if keeper is not None:
+                keeper.see(record)
             if not isinstance(record, Summary):
                 view.add(record)
 
-        try:
-            with view.live(), _signals():
-                for record in engine.run(case, Request(**request), clock):
-                    emit(record)
-        except Stopped:
-            emit(tally.summary(clock.total(), interrupted=True))
-        except UsageError as error:
-            if kept:  # a run that began: its records stay readable
-                emit(tally.summary(clock.total(), error=str(error), usage=True))
+    try:
+        with view.live():
+            for record in engine.run(case, Request(**request), clock, keeper):
+                emit(record)
+    except Stopped:
+        if not kept:
             raise
-        finally:
-            writer.close()
-        views.write(kept, path, html, xml, view)
+        with suppress(UsageError):
+            emit(tally.summary(clock.total(), interrupted=True))
+    except UsageError as error:
+        if not kept:
+            raise
+        failure = error  # the run began: its records stay readable and their views are written
+        with suppress(UsageError):
+            emit(tally.summary(clock.total(), error=str(error), usage=True))
+    except Exception as error:
+        if kept:
+            with suppress(UsageError):
+                emit(tally.summary(clock.total(), error=one_line(error)))
+        raise
+    finally:
+        writer.close()
     summary = kept[-1]
     assert isinstance(summary, Summary)
-    view.finish(summary)
+    problems = views.write(kept, path, files, view)
+    if keeper is not None:
+        try:
+            view.notes.append(keeper.write(summary.first_fault))
+        except UsageError as error:
+            problems.append(error)
+    if failure is None:
+        view.finish(summary)
+    for problem in filter(None, (failure, *problems)):
+        raise problem
     return summary.exit_code
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into Stopped, where this thread may (the main one)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for name in before:
-            signal.signal(name, signal.SIG_IGN)  # the summary is being written: a second signal must not cut it
-        raise Stopped
-
-    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    for name in before:
-        signal.signal(name, stop)
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

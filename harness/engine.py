@@ -17,6 +17,7 @@ from harness import case as cases
 from harness.audit import audit
 from harness.bench import Bench
 from harness.case import Case
+from harness.dump import Keeper
 from harness.execute import Way, compose
 from harness.free import FreeRun
 from harness.local import row as local_row
@@ -49,11 +50,14 @@ class Clock:
         return {**self.seconds, "total": time.perf_counter() - self.start}
 
 
-def run(case: Case, request: Request, clock: Clock | None = None) -> Iterator[Record]:
-    """All records of a run. Bad input raises UsageError; a reference that means nothing ends the run as INVALID."""
+def run(case: Case, request: Request, clock: Clock | None = None, keeper: Keeper | None = None) -> Iterator[Record]:
+    """All records of a run. Bad input raises UsageError; a reference that means nothing ends the run as INVALID.
+
+    ``keeper`` is shown the tensors of every row.
+    """
     clock, tally = clock or Clock(), Tally()
     try:
-        for record in _records(case, request, clock):
+        for record in _records(case, request, clock, keeper):
             tally.add(record)
             yield record
     except InvalidRun as error:
@@ -62,7 +66,7 @@ def run(case: Case, request: Request, clock: Clock | None = None) -> Iterator[Re
         yield tally.summary(clock.total())
 
 
-def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
+def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) -> Iterator[Record]:
     ids = cases.sequence(case)
     functions = {t: replace.load(t) for t in {r.partition("=")[2].strip() for r in request.replace} if t}
     with clock.phase("load"):
@@ -95,7 +99,7 @@ def _records(case: Case, request: Request, clock: Clock) -> Iterator[Record]:
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
     ways = {step.stage: _way(step.stage, plan, mine, theirs, functions) for step in plan.steps if step.produced}
-    bench = Bench(plan, theirs, oracle, truth, mine, ways, wires, _command(case, request), case.declared)
+    bench = Bench(plan, theirs, oracle, truth, mine, ways, wires, _command(case, request), case.declared, keeper)
     free_run = FreeRun(bench) if "free" in plan.modes else None
     for index, step in enumerate(plan.steps):
         if "local" in step.compared:

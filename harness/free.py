@@ -7,7 +7,7 @@ two runs go in lockstep with the local rows, and a wire is dropped as soon as no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness import replay
 from harness.bench import Bench
+from harness.dump import Row
 from harness.execute import Outcome, Way, Wires, run_production, run_trusted, upcast, widen
 from harness.judge import entropy, rows, valid
 from harness.plan import Step
@@ -67,7 +68,9 @@ class FreeRun:
         if outcome.error:
             self._break(step, f"{step.stage} {outcome.error}")
             if compared:
-                yield bench.verdict(step, "free", Verdict.FAIL, outcome.error, time.perf_counter() - start)
+                record = bench.verdict(step, "free", Verdict.FAIL, outcome.error, time.perf_counter() - start)
+                self._offer(record, {}, {})
+                yield record
             return
         tensors = []
         for output in stage.outputs:
@@ -83,8 +86,18 @@ class FreeRun:
                 pair = bench.pair(step, output, produced, bench.wires)
                 tensors.append(rows.free(pair, truth, replayed=True))
         if compared:
-            yield bench.comparison(step, "free", tensors, outcome.outputs, time.perf_counter() - start, note)
+            record = bench.comparison(step, "free", tensors, outcome.outputs, time.perf_counter() - start, note)
+            self._offer(record, outcome.outputs, self.oracle)
+            yield record
             yield from self._logits(step)
+
+    def _offer(self, record: Comparison, produced: Mapping[str, object], oracle: Wires) -> None:
+        """Show a row to --dump."""
+        if self.bench.keeper:
+            stage, wires = self.bench.production[record.stage], self.bench.wires
+            mine = {w: self.mine[w] for w in stage.inputs.values() if w in self.mine}
+            truth = {o.wire: oracle[o.wire] for o in stage.outputs if o.wire in oracle}
+            self.bench.keeper.offer(Row(stage, record, mine, produced, wires, truth))
 
     def _outcome(self, way: Way, step: Step) -> tuple[Outcome, str | None]:
         """Run production with the reference's picks and put its outputs in their order."""

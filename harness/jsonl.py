@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TextIO, cast
 
 from harness.records import Config, Record, Summary
 from harness.report.load import KINDS, build
+from harness.tally import Tally
 from harness.types import UsageError
 
 SCHEMA = 1
@@ -71,7 +73,8 @@ class Writer:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # every record was flushed; what was not has been reported
+                self._file.close()
 
 
 def _open(path: Path) -> TextIO:
@@ -83,15 +86,27 @@ def _open(path: Path) -> TextIO:
         ) from error
 
 
-def read(path: Path) -> list[Record]:
-    """The records of one finished run. A foreign or truncated file is a UsageError that names the line."""
+def read(path: Path, *, partial: bool = False) -> list[Record]:
+    """The records of one finished run. A foreign or truncated file is a UsageError that names the line.
+
+    With ``partial``, a run that was killed is read as far as it was written and ends with a summary that says so.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a record file: expected UTF-8 JSON lines") from error
-    found = [_decode(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise UsageError(f"{path} is not a record file: expected UTF-8 JSON lines") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"cannot read {path}: {reason}; name a file that harness diff --json wrote") from error
+    lines = list(enumerate(text.split("\n"), 1))
+    cut = lines.pop() if lines[-1][1].strip() else None  # without a line end: the writer was killed inside it
+    found = [_decode(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if cut is not None:
+        try:
+            found.append(_decode(cut[1], f"{path}:{cut[0]}"))
+        except UsageError:
+            if not (partial and found):
+                raise
     if not found or not isinstance(found[0], Config):
         raise UsageError(
             f"{path} is not a record file: expected a config record first; write one with harness diff --json"
@@ -99,7 +114,12 @@ def read(path: Path) -> list[Record]:
     if found[0].schema != SCHEMA:
         raise UsageError(f"{path} has record schema {found[0].schema}, this version reads {SCHEMA}; run the diff again")
     if not isinstance(found[-1], Summary):
-        raise UsageError(f"{path} is truncated: it has no summary record; run the diff again")
+        if not partial:
+            raise UsageError(f"{path} is truncated: it has no summary record; run the diff again")
+        tally = Tally()
+        for record in found:
+            tally.add(record)
+        found.append(tally.summary({}, interrupted=True))
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness import fused
 from harness.bench import Bench
+from harness.dump import Row
 from harness.execute import Outcome, Wires, narrows, run_production, run_trusted, widen
 from harness.judge import entropy, rows, valid
 from harness.judge import picks as picks_rule
@@ -55,14 +56,21 @@ def row(bench: Bench, step: Step) -> Iterator[Comparison | Routing | Skip]:
             text = str(error) if isinstance(error, InvalidRun) else f"the oracle raised {one_line(error)}"
             verdict = Verdict.INVALID, text
     if verdict is not None:
-        yield bench.verdict(step, "local", *verdict, time.perf_counter() - start)
+        record = bench.verdict(step, "local", *verdict, time.perf_counter() - start)
+        if bench.keeper:
+            bench.keeper.offer(Row(stage, record, inputs, outcome.outputs, bench.wires))
+        yield record
         return
 
     tensors = []
     for output in stage.outputs:
         if output.wire in bench.wires:
             tensors.append(_tensor(bench, step, stage, output, outcome, reference, judgement))
-    yield bench.comparison(step, "local", tensors, outcome.outputs, time.perf_counter() - start)
+    record = bench.comparison(step, "local", tensors, outcome.outputs, time.perf_counter() - start)
+    if bench.keeper:
+        truth, own = ({w: j.value for w, j in side.items()} for side in (judgement.mine, judgement.theirs))
+        bench.keeper.offer(Row(stage, record, inputs, outcome.outputs, reference, truth, own, judgement.mine))
+    yield record
     for output, tensor in zip([o for o in stage.outputs if o.wire in bench.wires], tensors, strict=True):
         if output.role == "picks" and tensor.mismatches is not None:
             yield _routing(step, stage, output, outcome.outputs, judgement.mine[output.wire], reference)

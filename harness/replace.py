@@ -37,7 +37,7 @@ def load(target: str) -> Function:
     sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise UsageError(f"--replace {target!r}: loading raised {one_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -69,7 +69,7 @@ def call(
     extra = {"replay": replay} if "replay" in _keywords(function) else {}
     try:
         result = function(Replayed(stage, replay), **inputs, **extra)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{where}: the function raised {one_line(error)}") from error
     expected = {o.name for o in stage.outputs}
     if not isinstance(result, Mapping):

@@ -9,19 +9,30 @@ from fnmatch import fnmatchcase
 from harness.types import UsageError
 
 
-def layers(text: str, available: Sequence[int]) -> tuple[int, ...]:
-    """``N``, ``A-B``, ``a,b`` or ``all`` (any mix with commas) as sorted layer indices."""
+def ranges(text: str) -> list[tuple[int, int]] | None:
+    """``N``, ``A-B`` and ``a,b`` as (first, last) pairs, ``all`` as None; needs no model."""
     if text.strip() == "all":
-        return tuple(available)
-    found: set[int] = set()
-    valid = f"{available[0]}-{available[-1]}" if available else "none"
+        return None
+    found = []
     for part in text.split(","):
         ends = part.strip().split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
-            raise UsageError(f"--layer {text!r}: expected N, A-B, a,b or all, got {part.strip()!r}; layers are {valid}")
+            raise UsageError(f"--layer {text!r}: expected N, A-B, a,b or all, got {part.strip()!r}")
         low, high = int(ends[0]), int(ends[-1])
         if low > high:
             raise UsageError(f"--layer {text!r}: {low} comes after {high}; write {high}-{low}")
+        found.append((low, high))
+    return found
+
+
+def layers(text: str, available: Sequence[int]) -> tuple[int, ...]:
+    """What ``ranges`` reads, as sorted layer indices of a model."""
+    pairs = ranges(text)
+    if pairs is None:
+        return tuple(available)
+    found: set[int] = set()
+    valid = f"{available[0]}-{available[-1]}" if available else "none"
+    for low, high in pairs:
         for layer in (low, high):
             if layer not in available:
                 raise UsageError(f"--layer {text!r}: there is no layer {layer}; layers are {valid}")

@@ -25,7 +25,9 @@ print(modeling.DeepseekV4DecoderLayer.__name__, spec.origin if spec else None)
 def run_from_root(extra_path: Path | None) -> str:
     env = dict(os.environ, HF_HUB_OFFLINE="1")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([str(extra_path)] if extra_path else [])])
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -19,6 +19,8 @@ MARGIN_GROWTH = 2.0
 #: A figure that uses less than a quarter of what is allowed cannot matter yet, however much it grew.
 FLOOR = 0.25
 
+NOTHING = "NOTHING TO COMPARE: the runs share no comparison"
+
 SEVERITY = {Verdict.PASS: 0, Verdict.SKIPPED: 1, Verdict.INCONCLUSIVE: 2, Verdict.FAIL: 3, Verdict.INVALID: 4}
 
 
@@ -65,7 +67,7 @@ def console(a: Path, b: Path) -> tuple[str, list[Regression]]:
     elif shared:
         lines += ["", f"NO REGRESSION in {plural(shared, 'shared comparison')}"]
     else:
-        lines += ["", "NOTHING TO COMPARE: the runs share no comparison"]
+        lines += ["", NOTHING]
     return "\n".join(lines), worse
 
 

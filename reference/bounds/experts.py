@@ -64,14 +64,14 @@ def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float, plan:
 
 
 def experts(x: Tensor, picks: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float, plan: Plan) -> Block:
-    """The blocks of every (row, slot): x [R, d], picks [R, k] -> values [R, k, ...]."""
-    whole: list[Spread] = []
-    for e in sorted(set(picks.flatten().tolist())):
+    """The blocks of every (row, slot): x [R, d], picks [R, k] -> values [R, k, ...]; zeros for an id of no expert."""
+    widths = (gate.shape[1], up.shape[1], gate.shape[1], down.shape[1])
+    empty = [torch.zeros(4, *picks.shape, width, dtype=torch.float64, device=x.device) for width in widths]
+    whole = [Spread(*parts.unbind(0)) for parts in empty]
+    for e in sorted(set(picks.flatten().tolist()) & set(range(gate.shape[0]))):
         row, slot = torch.where(picks == e)
         done = block(x[row], gate[e], up[e], down[e], limit, plan)
         values = (done.gate, done.up, done.act, done.down)
-        if not whole:
-            whole = [v.map(lambda t: t.new_zeros(*picks.shape, t.shape[-1])) for v in values]
         for target, value in zip(whole, values, strict=True):
             for name in ("y", "var", "lin", "bias"):
                 getattr(target, name)[row, slot] = getattr(value, name)

@@ -19,7 +19,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass
 class Arithmetic:
-    """Where and how to round. ``order``: native, permuted, split (8 partial sums), tensor (16-wide, truncating)."""
+    """Where and how to round. ``order``: native, permuted, split (8 partial sums), tensor (16-wide, truncating),
+    sequential (one product after the other)."""
 
     plan: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
@@ -40,6 +41,11 @@ class Arithmetic:
             return a @ b.mT
         if self.order == "tensor":
             return _tensor_core(a, b)
+        if self.order == "sequential":
+            y = torch.zeros(())
+            for i in range(k):
+                y = torch.addcmul(y, a[..., i : i + 1], b[..., i].unsqueeze(-2))
+            return y
         index = torch.arange(k)
         if self.order == "permuted":
             index = torch.randperm(k, generator=torch.Generator().manual_seed(self.seed))

@@ -32,6 +32,7 @@ class Row:
     caught: float  # share of elements of at least RMS size whose 2 % error exceeds the bound
     zero: bool  # would an all-zero output be caught?
     elements: int
+    need: float  # the lambda that would have been enough: max (error - h) / rss
 
 
 def row(value: Tensor, rss: Tensor, total: Tensor, dtype: str, got: Tensor) -> Row:
@@ -39,13 +40,15 @@ def row(value: Tensor, rss: Tensor, total: Tensor, dtype: str, got: Tensor) -> R
     live = value.isfinite()
     y, g = value[live], got.double()[live]
     if not y.numel():
-        return Row(0.0, 1.0, True, 0)
+        return Row(0.0, 1.0, True, 0, 0.0)
     limit = bound(value, rss, total, dtype)[live]
     error = (g - y).abs()
     big = (y.abs() >= y.square().mean().sqrt()) & (y != 0)
     shifted = (g * 1.02).to(TORCH[dtype]).double()
     caught = ((shifted - y).abs() > limit)[big]
     share = float(caught.double().mean()) if caught.numel() else 1.0
-    return Row(
-        float((error / limit).max()), share, bool((y.abs() > limit).any()) or not bool((y != 0).any()), y.numel()
-    )
+    zero = bool((y.abs() > limit).any()) or not bool((y != 0).any())
+    spread = rss[live]
+    beyond = (error - half_ulp(y.abs() + torch.minimum(LAMBDA * spread, total[live]), dtype)).clamp(min=0.0)
+    need = torch.where(spread > 0, beyond / spread.clamp(min=1e-300), torch.zeros_like(beyond))
+    return Row(float((error / limit).max()), share, zero, y.numel(), float(need.max()))

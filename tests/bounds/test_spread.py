@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.judge.margin import LAMBDA
 from harness.types import InvalidRun, UsageError
 from reference.bounds import spread
+from reference.bounds.algebra import REACH, coherent, exact, rounding_key
 from reference.bounds.plan import POINTS
 from reference.bounds.stages import RULES
 from tests.bounds.emulate import Arithmetic, run
@@ -125,3 +127,27 @@ def test_a_representable_weight_costs_nothing() -> None:
     _, exactly = judge(s, {"out": "bf16"})
     _, rounded = judge(s, {"weight": "bf16", "out": "bf16"})
     assert torch.equal(exactly["y"][0], rounded["y"][0])
+
+
+def test_the_engine_and_the_bounds_mean_the_same_lambda() -> None:
+    """A known error enters rss as a fifth, so that the margin counts it once."""
+    assert REACH == LAMBDA
+
+
+def test_a_known_rounding_counts_once_and_a_tie_counts_as_unknown() -> None:
+    one = torch.tensor([1.0 + 2.0**-10, 1.0 + 2.0**-8], dtype=torch.float64)  # a quarter ulp above 1, and a tie
+    noise = torch.full_like(one, 1e-6)
+    found = exact(one).plus(noise).fixed("bf16")
+    assert found.bias.tolist() == [-(2.0**-10), 0.0]
+    assert float(found.var[0]) == 0.0
+    assert float(found.rss[1]) == pytest.approx(2.0**-8, rel=0.01)
+    rss, total = found.result()
+    assert float(torch.minimum(LAMBDA * rss, total)[0]) == pytest.approx(2.0**-10)
+
+
+def test_equal_values_err_alike() -> None:
+    """128 equal terms: the errors add up plainly; 128 different ones: as a root of squares."""
+    amplitude = torch.full((128,), 1e-3, dtype=torch.float64)
+    same, apart = torch.full((128,), 3.0, dtype=torch.float64), torch.linspace(1.0, 2.0, 128, dtype=torch.float64)
+    assert float(coherent(amplitude, rounding_key(same), 0).sqrt()) == pytest.approx(0.128)
+    assert float(coherent(amplitude, rounding_key(apart), 0).sqrt()) == pytest.approx(1e-3 * 128**0.5)

@@ -10,6 +10,7 @@ import pytest
 
 from harness import engine
 from harness.case import Case
+from harness.cli import main
 from harness.plan import Request
 from harness.records import Comparison, Record, Summary
 from tests.harness import toy
@@ -22,6 +23,17 @@ def clean_toy() -> Iterator[None]:
     yield
     toy.FAULTS.clear()
     toy.TWEAKS.clear()
+
+
+@pytest.fixture
+def toy_case(tmp_path: Path) -> str:
+    """A case file of the toy model."""
+    path = tmp_path / "toy.toml"
+    path.write_text(
+        f'checkpoint = "."\nreference = "{toy.__name__}:reference"\nproduction = "{toy.__name__}:production"\n'
+        f"tokens = {[(3 * i + i * i // 7) % toy.V for i in range(24)]}\n"
+    )
+    return str(path)
 
 
 @pytest.fixture
@@ -56,3 +68,14 @@ def rows(records: list[Record], mode: str | None = None) -> dict[str, Comparison
 def summary(records: list[Record]) -> Summary:
     assert isinstance(records[-1], Summary)
     return records[-1]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must be refused before anything is shown; returns its one line."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert err.startswith("harness: ")
+    assert len(err) < 600
+    assert not out
+    return err

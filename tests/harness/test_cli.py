@@ -24,16 +24,6 @@ from tests.harness import toy
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def toy_case(tmp_path: Path) -> str:
-    path = tmp_path / "toy.toml"
-    path.write_text(
-        f'checkpoint = "."\nreference = "{toy.__name__}:reference"\nproduction = "{toy.__name__}:production"\n'
-        f"tokens = {[(3 * i + i * i // 7) % toy.V for i in range(24)]}\n"
-    )
-    return str(path)
-
-
 class TestDiff:
     def test_pass(self, toy_case: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["diff", "--case", toy_case]) == 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from harness.records import Certification, Skip, Summary, Verdict, Weights
+from harness.records import Certification, Comparison, Config, Skip, Summary, Verdict, Weights
 from tests.parity import conftest
 
 pytestmark = pytest.mark.parity
 
-#: rows that a short case may leave out: with one token there is no compressed entry in any layer
+#: share of rows that a case may leave out: with one token there is no compressed entry in any layer
 MAY_SKIP = 0.10
+#: below this many tokens two RMS errors differ by luck, and free rows may say so (rule 6)
+ENOUGH = 32
 
 
 def test_row(planned: tuple[str, str, str]) -> None:
@@ -39,14 +41,12 @@ def test_weights_are_equal(case_name: str) -> None:
 def test_not_everything_is_skipped(case_name: str) -> None:
     """The guard: planned rows were judged, in both modes and every layer, and the run says so itself."""
     plan, records = conftest.plan(case_name), conftest.results(case_name)
-    judged = {
-        (r.stage, r.mode, r.layer)
-        for r in records
-        if not isinstance(r, Skip) and getattr(r, "mode", None) and getattr(r, "verdict", None) is Verdict.PASS
-    }
-    assert len(judged) >= (1 - MAY_SKIP) * plan.rows
-    assert {layer for _, mode, layer in judged if mode == "local"} == {*plan.layers, None}
-    assert {layer for _, mode, layer in judged if mode == "free"} == {*plan.layers, None}
+    config = records[0]
+    assert isinstance(config, Config)
+    for mode in ("local", "free") if config.batch * config.length >= ENOUGH else ("local",):
+        judged = [r for r in records if isinstance(r, Comparison) and r.mode == mode and r.verdict is Verdict.PASS]
+        assert len(judged) >= (1 - MAY_SKIP) * len(plan.steps)
+        assert {r.layer for r in judged} == {*plan.layers, None}
     last = records[-1]
     assert isinstance(last, Summary)
     assert last.exit_code == 0, last.line
