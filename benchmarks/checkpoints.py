@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=("tiny", "flash", "pro"), default="flash")
     parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to make the checkpoint (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=OUT)
     parser.add_argument("--measure", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
@@ -107,11 +107,14 @@ def stack(folder: Path) -> dict[str, float]:
 
     leaves = stage_leaves(read_config(folder))["layers.0.experts"]
     reader = Reader(folder)
-    before, start = peak(), time.perf_counter()
-    params = {}
-    for leaf in leaves:
-        params |= load(reader, "layers.0.experts", leaf, "nvfp4", torch.device("cpu"))
-    return outcome(before, start, params)
+
+    def once() -> dict[str, Any]:
+        params: dict[str, Any] = {}
+        for leaf in leaves:
+            params |= load(reader, "layers.0.experts", leaf, "nvfp4", torch.device("cpu"))
+        return params
+
+    return outcome(once)
 
 
 def naive_stack(folder: Path) -> dict[str, float]:
@@ -122,36 +125,50 @@ def naive_stack(folder: Path) -> dict[str, float]:
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {shard: safe_open(folder / shard, framework="pt") for shard in set(places.values())}
     experts = json.loads((folder / "config.json").read_text())["n_routed_experts"]
-    before, start = peak(), time.perf_counter()
-    loaded = {
-        (leaf, suffix): [
-            files[places[name]].get_tensor(name).clone()
-            for name in (f"layers.0.ffn.experts.{expert}.{leaf}.{suffix}" for expert in range(experts))
-        ]
-        for leaf in LEAVES
-        for suffix in ("weight", "weight_scale", "weight_scale_2")
-    }
-    stacked = {"_".join(key): torch.stack(tensors) for key, tensors in loaded.items()}
-    return outcome(before, start, stacked)
+
+    def once() -> dict[str, Any]:
+        loaded = {
+            (leaf, suffix): [
+                files[places[name]].get_tensor(name).clone()
+                for name in (f"layers.0.ffn.experts.{expert}.{leaf}.{suffix}" for expert in range(experts))
+            ]
+            for leaf in LEAVES
+            for suffix in ("weight", "weight_scale", "weight_scale_2")
+        }
+        return {"_".join(key): torch.stack(tensors) for key, tensors in loaded.items()}
+
+    return outcome(once)
 
 
 def file_copy(folder: Path) -> dict[str, float]:
     """The shards that hold the experts, copied: what the disk and the page cache allow."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as target:
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
+
+        def once() -> None:
             for shard in folder.glob("*.safetensors"):
                 shutil.copyfile(shard, Path(target) / shard.name)
-            times.append(time.perf_counter() - start)
-        return {"seconds": min(times)}
+
+        return {"seconds": fastest(once)}
 
 
-def outcome(before: int, start: float, stacked: dict[str, Any]) -> dict[str, float]:
-    seconds = time.perf_counter() - start
+def outcome(once: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    """Sizes of what ``once`` returns, the peak of one call, the time of the fastest."""
+    before = peak()
+    stacked = once()
+    most = peak() - before
     sizes = [t.numel() * t.element_size() for t in stacked.values()]
-    experts = next(iter(stacked.values())).shape[0]
-    return {"seconds": seconds, "bytes": sum(sizes), "one": sum(sizes) / experts, "peak": peak() - before}
+    one = sum(sizes) / next(iter(stacked.values())).shape[0]
+    stacked.clear()
+    return {"seconds": fastest(once), "bytes": sum(sizes), "one": one, "peak": most}
+
+
+def fastest(once: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def peak() -> int:
@@ -173,12 +190,8 @@ def decoding(decode: str) -> Callable[[Path], dict[str, float]]:
         parts = [shards.tensor(stem + leaf) for leaf in ("weight", "weight_scale", "weight_scale_2")]
         ways = {"production": decode_bf16, "reference": nvfp4_bfloat16, "nibbles": by_nibble}
         assert torch.equal(ways[decode](*parts), by_nibble(*parts))
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            ways[decode](*parts)
-            times.append(time.perf_counter() - start)
-        return {"seconds": min(times), "values": 2 * parts[0].numel(), "threads": torch.get_num_threads()}
+        seconds = fastest(lambda: ways[decode](*parts))
+        return {"seconds": seconds, "values": 2 * parts[0].numel(), "threads": torch.get_num_threads()}
 
     return measure
 
