@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,13 @@ def main() -> int:
     for name, f in figures.items():
         limit = "" if f["limit"] is None else f"{f['bound']} {f['limit']}"
         print(f"{name:46} {f['value']:8.3f} {limit:>9}  {'' if f['ok'] else 'EXCEEDED'}")
-    machine = {"platform": platform.platform(), "python": platform.python_version()}
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
     run = {"config": args.config, "experts": args.experts, "machine": machine}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({**run, "figures": figures, "samples": turns}, indent=1) + "\n")

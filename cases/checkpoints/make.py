@@ -60,7 +60,7 @@ def plan(sizes: Model, layout: Layout) -> list[list[Planned]]:
 def encode(part: Part, form: str, w: Tensor, amax: Tensor, layout: Layout) -> dict[str, Tensor]:
     """A linear's float32 values as the tensors of a format, by role."""
     if form == "fp8":
-        weight, scale = formats.encode_fp8(w, "F8_E8M0" if part.draft else layout.fp8_scale)
+        weight, scale = formats.encode_fp8(w, layout.fp8_scale)
         return {"weight": weight, "scale": scale}
     if form == "mxfp4":
         weight, scale = formats.encode_mxfp4(w)

@@ -15,13 +15,19 @@ from torch import Tensor
 
 from cases.checkpoints.folder import DTYPES
 from cases.checkpoints.headers import read_header
-from cases.checkpoints.layout import LAYOUTS
+from cases.checkpoints.layout import LAYOUTS, Layout
 from cases.checkpoints.make import make
 from cases.checkpoints.presets import TINY, cut
 
 #: one layer of each attention type, hash and scored routers, three experts; several shards
 CONFIG = cut(TINY, [0, 2, 3], experts=3)
 SHARD = 1 << 20
+#: combinations that have no name of their own: a base model with FP8 experts and fp32 scales, ModelOpt under HF names
+OTHERS = {
+    "base": Layout("deepseek", dict.fromkeys(LAYOUTS["deepseek"].forms, "fp8"), "scale", "F32"),
+    "nvfp4 hf": Layout("hf-experts", LAYOUTS["modelopt-experts"].forms, "weight_scale_inv", "F32"),
+    "nvfp4 saved": Layout("hf-saved", LAYOUTS["modelopt-all"].forms),
+}
 Made = Callable[[str], Path]
 
 
@@ -32,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     @cache
     def build(layout: str) -> Path:
-        make(root / layout, CONFIG, LAYOUTS[layout], seed=11, shard_bytes=SHARD)
+        make(root / layout, CONFIG, {**LAYOUTS, **OTHERS}[layout], seed=11, shard_bytes=SHARD)
         return root / layout
 
     return build

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_make_inspect_verify_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     words = ["--config", "tiny", "--layers", "0,2", "--experts", "2", "--seed", "5", "--shard-mb", "1", "--mtp"]
+    words += ["--fp8-scales", "f32"]
     assert main(["checkpoint", "make", one, "--layout", "deepseek", *words, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["layers"], made["experts"], made["layout"]) == (2, 2, "deepseek")

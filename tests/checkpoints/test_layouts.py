@@ -23,7 +23,7 @@ from cases.checkpoints.synthesis import Synthesis
 from cases.checkpoints.verify import verify
 from production.build import model as production_side
 from reference.checkpoint import open_checkpoint
-from tests.checkpoints.conftest import CONFIG, Made
+from tests.checkpoints.conftest import CONFIG, OTHERS, Made
 
 SIZES = model(CONFIG)
 #: largest RMS error of a gaussian matrix over its RMS, by format (bf16: 2^-9 / sqrt 3 and a little)
@@ -80,10 +80,11 @@ def test_safetensors_reads_the_same_bytes(made: Made, layout: str) -> None:
                 assert same(file.get_tensor(name), folder.tensor(name)), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS])
 def test_three_decoders_agree(made: Made, layout: str) -> None:
     """The reference, production and this package share no code; exact formats leave them no room to differ."""
     folder = made(layout)
+    assert verify(folder).findings == ()
     maker, checkpoint = source(folder), open_checkpoint(folder)
     for part in parts(SIZES):
         mine = maker.values(part)
