@@ -35,9 +35,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each command")
     rounds = parser.parse_args().rounds
     found = alternate({"diff": ["harness", "diff", "--layer", "2"], "baseline": ["benchmarks.baseline"]}, rounds)
-    found |= alternate({"all": ["harness", "diff", "--layer", "all"]}, max(1, rounds // 2))
-    found |= alternate({"views": ["benchmarks.views", "2"], "views_all": ["benchmarks.views", "all"]}, 1)
-    found |= alternate({"taps": ["benchmarks.taps"]}, 1)
+    found |= alternate({"all": ["harness", "diff", "--layer", "all"]}, max(1, rounds // 2), warm=False)
+    found |= alternate({"views": ["benchmarks.views", "2"], "views_all": ["benchmarks.views", "all"]}, 1, warm=False)
+    found |= alternate({"taps": ["benchmarks.taps"]}, 1, warm=False)
     diff, base = found["diff"], found["baseline"]
     bare = [s.cpu - s.said["load"] for s in base if s.said]
     taps = found["taps"][0].said or {}

@@ -46,10 +46,10 @@ def run(words: Sequence[str]) -> Sample:
     return Sample(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, os.waitstatus_to_exitcode(status), said)
 
 
-def alternate(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Sample]]:
-    """A B A B ...: what else slows the machine down meets all of them alike. One round beforehand warms the disk."""
+def alternate(commands: Mapping[str, Sequence[str]], rounds: int, warm: bool = True) -> dict[str, list[Sample]]:
+    """A B A B ...: what slows the machine down meets all alike. ``warm``: one round before does not count."""
     found: dict[str, list[Sample]] = {name: [] for name in commands}
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm else 1, rounds + 1):
         for name, words in commands.items():
             sample = run(words)
             if sample.code != 0:

@@ -52,7 +52,7 @@ def write(records: Iterable[Record], path: Path) -> None:
                 case("run", "valid", Verdict.INVALID, record.reason)
     for key, name in (("tests", "tests"), ("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         suite.set(name, str(counts[key]))
-    root = Element("testsuites")
+    root = Element("testsuites", {k: v for k, v in suite.attrib.items() if k != "skipped"})
     root.append(suite)
     indent(root)
     try:
@@ -67,4 +67,8 @@ def _scope(layer: int | None) -> str:
 
 def _clean(text: str) -> str:
     """Text without the control characters that XML 1.0 cannot hold."""
-    return "".join(c if c in "\t\n" or (" " <= c < "\ud800" or "\ue000" <= c <= "\ufffd") else "?" for c in text)
+    return "".join(c if _allowed(c) else "?" for c in text)
+
+
+def _allowed(c: str) -> bool:
+    return c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd" or c > "\uffff"

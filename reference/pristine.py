@@ -9,6 +9,7 @@ overridden forwards and foreign hooks.
 from __future__ import annotations
 
 import base64
+import csv
 import functools
 import hashlib
 import importlib.metadata
@@ -121,12 +122,16 @@ def _recorded(module: ModuleType) -> Iterator[str]:
 
 @functools.cache
 def _record() -> dict[str, str]:
-    """Digests of the installed transformers files; empty for an installation without a record."""
+    """Digests of the installed transformers files; empty for an installation without a record.
+
+    ``RECORD`` is read as it is: ``importlib.metadata.files`` makes a path object of each of its thousands of lines.
+    """
     try:
-        files = importlib.metadata.files("transformers") or []
+        text = importlib.metadata.distribution("transformers").read_text("RECORD") or ""
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return {str(file): file.hash.value for file in files if file.hash is not None and file.hash.mode == "sha256"}
+    rows = (row for row in csv.reader(text.splitlines()) if len(row) >= 2)
+    return {row[0]: row[1].removeprefix("sha256=") for row in rows if row[1].startswith("sha256=")}
 
 
 def _instances(model: Any) -> Iterator[str]:

@@ -14,18 +14,19 @@ def table(positions: Tensor, inv_freq: Tensor, unit: float, *, fp32_angle: bool)
 
     An fp32 angle is the product of an exact integer and an fp32 frequency: errors of the power and reciprocal behind
     the frequency (YaRN's blend included) and of the product, 4 v relative together and 10 v at most, so dcos =
-    |phi sin| dphi/phi. At position 10^6 that is a quarter of a radian: two right tables may differ by it. A plan
-    without it is held to an exact angle. The functions themselves are good to 1-2 ulp: 2 v |cos|, 4 v |cos| at most.
+    |phi sin| dphi/phi + |cos| dphi^2 / 2. At position 10^6 that is a quarter of a radian: two right tables may differ
+    by it. A plan without it is held to an exact angle. The functions themselves are good to 1-2 ulp: 2 v |cos|, 4 v
+    |cos| at most.
     """
-    angle = 1.0 if fp32_angle else 0.0
     phase = positions.double().unsqueeze(-1) * inv_freq.double()
     cos, sin = phase.cos(), phase.sin()
 
+    stray = V * phase.abs() if fp32_angle else torch.zeros_like(phase)
+
     def one(y: Tensor, slope: Tensor) -> Spread:
-        moved = phase.abs() * slope.abs()
-        size = y.abs()
-        out = Spread(y, V**2 * (4 * size**2 + angle * 16 * moved**2), V * (4 * size + angle * 10 * moved))
-        return out.rounded(unit)
+        moved, size = stray * slope.abs(), V * y.abs()
+        out = Spread(y, 4 * size**2 + 16 * moved**2, 4 * size + 10 * moved)
+        return out.plus((10 * stray) ** 2 / 2 * y.abs()).rounded(unit)
 
     return one(cos, sin), one(sin, cos)
 

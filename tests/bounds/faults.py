@@ -60,7 +60,7 @@ def comb_transposed_in_mix(which: str) -> tuple[float, float]:
 
 
 def comb_transposed_equal_streams(which: str) -> tuple[float, float]:
-    """The same with N equal streams (layer 0): rows of comb sum to nearly one, so little shows."""
+    """The same with N equal streams (layer 0): rows and columns of comb sum to nearly one, so little shows."""
     s = scene("mix", "normal", 64, 0, _width(which))
     s = replace(s, inputs={**s.inputs, "streams": s.inputs["streams"][:, :, :1].expand(-1, -1, N, -1)})
     return shares(judge(s, replace(s, inputs={**s.inputs, "comb": s.inputs["comb"].mT}), "streams", which), 0, 1)

@@ -154,7 +154,9 @@ def _hc(rows: int) -> Callable[[Draw], Any]:
 
 def _mix(d: Draw) -> Any:
     x = d.act(B, d.length, N, HID)
-    comb = torch.softmax(2 * d.normal(B, d.length, N, N), -1)
+    comb = torch.softmax(2 * d.normal(B, d.length, N, N), -1) + 1e-6
+    for axis in [-2] + [-1, -2] * 19:
+        comb = comb / comb.sum(axis, keepdim=True)
     post = 2 * torch.sigmoid(3 * d.normal(B, d.length, N))
     out = d.act(B, d.length, HID)
     if d.scene == "cancel":

@@ -12,7 +12,7 @@ from tests.bounds.scenes import MAKE
 LEAST: dict[str, tuple[float, float]] = {
     "comb transposed, in comb": (1.0, 1.0),
     "comb transposed, in the mix": (1.0, 1.0),
-    "comb transposed, in the mix of equal streams": (0.9, 0.9),
+    "comb transposed, in the mix of equal streams": (0.2, 0.4),
     "19 Sinkhorn iterations, comb logits sigma 2": (0.3, 0.3),
     "no eps on pre, logit <= -10": (1.0, 1.0),
     "sink in bf16, in lse": (0.75, 0.75),

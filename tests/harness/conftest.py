@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from harness import engine
 from harness.case import Case
@@ -15,6 +16,7 @@ from harness.plan import Request
 from harness.records import Comparison, Record, Summary
 from tests.harness import toy
 
+Outputs = dict[str, Tensor]
 Run = Callable[..., list[Record]]
 
 
@@ -79,3 +81,16 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert len(err) < 600
     assert not out
     return err
+
+
+def changed(output: str, change: Callable[[Tensor], Any]) -> Callable[[Outputs, Outputs], Any]:
+    return lambda outputs, inputs: {**outputs, output: change(outputs[output])}
+
+
+def bump(at: tuple[int, ...], factor: float) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[at] *= factor
+        return x
+
+    return change
