@@ -34,6 +34,7 @@ eval: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.checkpoints
 
 report: $(READY)
 	$(BIN)/harness report reports/demo.jsonl --html reports/demo.html

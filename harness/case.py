@@ -135,6 +135,8 @@ def of_checkpoint(folder: str) -> Case:
         raise UsageError(f"--checkpoint {folder!r}: expected a folder with config.json and safetensors shards")
     known = bundled()
     base = load("tiny") if "tiny" in known else Case("ad hoc", path, length=320)
+    if not (path / "tokenizer.json").is_file():  # random tokens, beyond the window and the index like the default text
+        base = replace(base, prompt=None, tokens=None, length=base.length or 331)
     return replace(base, name=path.name, checkpoint=path, argument=("--checkpoint", folder), description="ad hoc")
 
 

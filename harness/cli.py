@@ -1,4 +1,4 @@
-"""The command line: ``harness diff | generate | list | report | doctor``. ``main`` is the same from Python.
+"""The command line: ``harness diff | generate | list | report | checkpoint | doctor``. ``main`` is the same from Python.
 
 Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
 ``--help``, ``list cases`` and usage errors answer at once.
@@ -7,6 +7,7 @@ Only argument parsing happens here. torch, transformers and rich are imported by
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import shlex
 import sys
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 EPILOG = """exit codes: 0 every row passes; 1 a stage fails; 2 bad input; 3 the comparison means nothing (reference not
 certified, ill-conditioned, interrupted)"""
+
+
+#: commands from outside, as import strings of functions that attach a parser: the harness itself knows no checkpoint
+EXTENSIONS = ("cases.checkpoints.cli:add_parser",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +73,9 @@ def entry() -> NoReturn:
 def _parser() -> Parser:
     parser = Parser(prog="harness", description="Compare a production model with its reference, stage by stage.")
     parser.add_argument("--version", action="version", version=f"harness {__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="diff | generate | list | report | doctor")
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="diff | generate | list | report | checkpoint | doctor"
+    )
 
     diff = commands.add_parser("diff", help="compare stages and name the first fault", epilog=EPILOG)
     diff.set_defaults(command=_diff)
@@ -115,6 +122,9 @@ def _parser() -> Parser:
     _view_options(report, json=False)
     report.set_defaults(command=_report)
 
+    for extension in EXTENSIONS:
+        module, _, attach = extension.partition(":")
+        getattr(importlib.import_module(module), attach)(commands)
     commands.add_parser("doctor", help="is everything here that a run needs?").set_defaults(command=_doctor)
     for each in (parser, diff, generation, listing, stages, components, report):
         each.allow_abbrev = False

@@ -19,6 +19,7 @@ from production.graph import assemble
 from production.manifest import stage_leaves
 from production.stage import Stage, require_plain_fp32
 from production.steps import StepSide, steps
+from production.weights import FORMS
 
 LOGITS = "lm_head.logits"
 DTYPES = {"native": "bf16", "fp32": "fp32"}
@@ -50,11 +51,11 @@ def model(
 
         def source(stage: str) -> tuple[dict[str, Tensor], str | None]:
             form = formats.get(stage)
-            if form not in (None, "bf16", "nvfp4"):
+            if form not in (None, *FORMS):
                 return {}, form  # the registry refuses it by name
             params: dict[str, Tensor] = {}
             for leaf in leaves.get(stage, ()):
-                params |= load(reader, leaf, form, where)
+                params |= load(reader, stage, leaf, form, where)
             return params, form
 
         graph = assemble(config, source, wanted, dtype=DTYPES[dtype], device=where)
@@ -69,6 +70,8 @@ def model(
         "config_sha256": hashlib.sha256((Path(checkpoint) / "config.json").read_bytes()).hexdigest(),
         "config_keys_unread": ", ".join(config.unread) or "none",
         "tensors": f"{len(reader.headers)} ({aside} of the draft module set aside)",
+        "formats": ", ".join(sorted({f"{stage.rsplit('.', 1)[-1]} {form}" for stage, form in formats.items()})),
+        "bytes_read": str(reader.bytes_read),
         "dtype": dtype,
         "device": str(where),
         "torch": torch.__version__,

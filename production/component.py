@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from production import nvfp4
+from production import weights
 
 Params = Mapping[str, Tensor]
 
@@ -97,13 +97,13 @@ class Component:
 
 
 def decode_params(params: Params) -> dict[str, Tensor]:
-    """Parameters as the components use them: float64 (or integers), NVFP4 unpacked, companions folded in."""
+    """Parameters as the components use them: float64 (or integers), unpacked, companions folded in."""
     decoded: dict[str, Tensor] = {}
     for name, tensor in params.items():
-        if name.endswith(nvfp4.COMPANIONS):
+        if name.endswith(weights.COMPANIONS):
             continue
-        if tensor.dtype == torch.uint8:
-            decoded[name] = nvfp4.decode(tensor, params[f"{name}_scale"], params[f"{name}_scale_2"])
+        if tensor.element_size() == 1:  # codes of some format
+            decoded[name] = weights.operand(params, name.removesuffix("weight")).decoded()
         else:
             decoded[name] = tensor.double() if tensor.is_floating_point() else tensor
     return decoded

@@ -27,7 +27,7 @@ from torch import Tensor
 from production.component import Call, Component, Params, port, ports, rounding
 from production.config import Rope
 from production.errors import ProductionError
-from production.linear import bf16_product
+from production.linear import product
 from production.norms import rms_norm
 from production.rope import rotate, table
 
@@ -37,8 +37,8 @@ def windows(x: Tensor, bias: Tensor, p: Params) -> tuple[Tensor, Tensor]:
     m = bias.shape[0]
     count = x.shape[1] // m
     x = x[:, : count * m]
-    kv = bf16_product(x, p, "kv_proj.").unflatten(1, (count, m))
-    gate = bf16_product(x, p, "gate_proj.").unflatten(1, (count, m))
+    kv = product(x, p, "kv_proj.").unflatten(1, (count, m))
+    gate = product(x, p, "gate_proj.").unflatten(1, (count, m))
     return kv, gate + bias.float()
 
 

@@ -113,7 +113,7 @@ def read_config(checkpoint: str | Path) -> ModelConfig:
         raise ProductionError(str(path), expected="a config.json", came="no such file", fix="pass a checkpoint folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProductionError(str(path), expected="a JSON object", came=f"unreadable text ({error})") from None
     return parse_config(raw, where=str(path))
 
@@ -180,11 +180,10 @@ def _check_architecture(keys: Keys) -> None:
     quant = keys.take("quantization_config", {})
     if not isinstance(quant, dict):
         raise keys.error("quantization_config", "an object", quant)
-    if quant.get("quant_method") == "compressed-tensors":
-        fix = "its global scale is the reciprocal of weight_scale_2: convert it to ModelOpt's layout"
-        raise keys.error("quantization_config.quant_method", "ModelOpt's NVFP4 layout", "compressed-tensors", fix)
     if quant.get("group_size", 16) != 16:
         raise keys.error("quantization_config.group_size", "16", quant["group_size"], "NVFP4 blocks have 16 values")
+    if quant.get("weight_block_size", [128, 128]) != [128, 128]:
+        raise keys.error("quantization_config.weight_block_size", "[128, 128]", quant["weight_block_size"])
 
 
 def _layer_kinds(keys: Keys, layers: int) -> tuple[int, int, tuple[str, ...]]:

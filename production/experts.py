@@ -1,20 +1,20 @@
-"""The routed experts (NVFP4): every token through its picked experts, weighted and summed.
+"""The routed experts, one class per weight format: every token through its picked experts, weighted and summed.
 
 For each (token, slot) with expert e = picks[token, slot] (HF: DeepseekV4Experts):
 
     gate = W1_e x,   up = W3_e x,   act = silu(min(gate, limit)) * clamp(up, +-limit),   down = W2_e act
     out  = sum over slots of weight[slot] * down[slot]
 
-The routing weight is applied after ``down``. gate and up are the products before the clamp. Each projection of each
-expert has its own ``weight_scale_2``, on the fp32 accumulator. Rounding: gate, up, down and the weighted sum fp32;
-``act`` is rounded to the model's dtype before W2, ``out`` once.
+The routing weight is applied after ``down``. gate and up are the products before the clamp. Rounding: gate, up, down
+and the weighted sum fp32; ``act`` is rounded to the model's dtype before W2, ``out`` once. Weights are not rounded:
+scales that do not fold exactly are applied to the fp32 accumulator (``production.weights``).
 
 Work goes expert by expert over the tokens that picked it; a weight is folded when its expert is reached, so one
 expert's projection exists in fp32 at a time. An expert picked twice by a token counts twice. Sub-rows (gate, up, act,
 down) are kept in slot order, [B, S, k, ...], and only when they are asked for.
 
-Params, stacked over E: {gate,up,down}_proj.weight uint8 (E, N, K/2), .weight_scale e4m3 (E, N, K/16), .weight_scale_2
-fp32 (E), .input_scale fp32 (E) (unused). gate and up are (F, d), down is (d, F).
+Params, stacked over E: {gate,up,down}_proj.weight and companions, as ``production.weights`` lists them with E in front.
+gate and up are (F, d), down is (d, F). An input_scale, where there is one, is not used.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from production import nvfp4
 from production.component import Call, Component, Params, port, ports, rounding
 from production.router import checked
 from production.swiglu import clamped_swiglu
+from production.weights import operand
 
 
 def expert_product(x: Tensor, p: Params, proj: str, expert: int) -> Tensor:
     """fp32 product of rows x with one projection of one expert."""
-    folded = nvfp4.fold(p[f"{proj}.weight"][expert], p[f"{proj}.weight_scale"][expert])
-    return F.linear(x.float(), folded).mul_(p[f"{proj}.weight_scale_2"][expert])
+    return operand(p, f"{proj}.", expert).product(x)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4MoE(Component):
+class _MoE(Component):
     """The routed experts; see the module's docstring. weights may be bf16 or fp32; picks in 0..E-1."""
 
     plan = rounding(
@@ -96,3 +94,23 @@ class Nvfp4MoE(Component):
         if not call.detail:
             return {"out": out}
         return {**{name: value.view(*shape, -1) for name, value in kept.items()}, "down": down, "out": out}
+
+
+class Nvfp4MoE(_MoE):
+    """The routed experts with NVFP4 weights: each projection of each expert has its own ``weight_scale_2``."""
+
+
+class CtNvfp4MoE(_MoE):
+    """The routed experts with NVFP4 weights and reciprocal global scales."""
+
+
+class Mxfp4MoE(_MoE):
+    """The routed experts with MXFP4 weights, as DeepSeek releases them."""
+
+
+class Fp8MoE(_MoE):
+    """The routed experts with FP8 weights in 128 x 128 blocks, as in the base models."""
+
+
+class Bf16MoE(_MoE):
+    """The routed experts with bf16 or fp32 weights."""

@@ -1,7 +1,7 @@
 """The language-model head.
 
 ``logits[b, s, v] = sum_c x[b, s, c] weight[v, c]``, fp32 accumulation on upcast operands; the logits leave in fp32,
-not rounded (HF rounds them to bf16). Params: weight bf16 (V, d).
+not rounded (HF rounds them to bf16). Params: weight bf16 or fp32 (V, d).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from production.component import Call, Component, Params, port, ports, rounding
-from production.linear import bf16_product
+from production.linear import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,4 +23,4 @@ class LmHead(Component):
     gives = ports(logits=port("B S V", "fp32"))
 
     def compute(self, p: Params, call: Call, *, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"logits": bf16_product(x, p)}
+        return {"logits": product(x, p)}

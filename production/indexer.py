@@ -25,7 +25,7 @@ from torch import Tensor
 from production.component import Call, Component, Params, port, ports, rounding
 from production.compressor import finish, pool_overlapping, require_start, windows
 from production.config import Rope
-from production.linear import bf16_product, product
+from production.linear import product
 from production.rope import rotate, table
 
 #: Queries scored at a time, times index heads and entries: bounds the [.., HI, T] products in memory.
@@ -60,7 +60,7 @@ def choose(scores: Tensor, count: int) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class LightningIndexer(Component):
     """Params: kv_proj.weight and gate_proj.weight bf16 (2 DI, d), position_bias fp32 (m, 2 DI), kv_norm.weight bf16
-    (DI), q_b_proj.weight NVFP4 or bf16 (HI DI, QL), weights_proj.weight bf16 (HI, d)."""
+    (DI), q_b_proj.weight in any format (HI DI, QL), weights_proj.weight bf16 (HI, d)."""
 
     plan = rounding(
         proj="fp32",
@@ -107,4 +107,4 @@ class LightningIndexer(Component):
 
     def head_weight(self, p: Params, x: Tensor) -> Tensor:
         """fp32 [B, S, HI], both scalings included."""
-        return bf16_product(x, p, "weights_proj.") * (self.index_n_heads**-0.5 * self.index_head_dim**-0.5)
+        return product(x, p, "weights_proj.") * (self.index_n_heads**-0.5 * self.index_head_dim**-0.5)

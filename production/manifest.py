@@ -1,10 +1,8 @@
 """Every tensor that a checkpoint must hold, by the stage that uses it.
 
-Native DeepSeek names on disk, the names of docs/stages.md in the stages. A ``Leaf`` is one parameter of one stage;
-projections that may be quantised are given by their stem, and what lies under it depends on the format found:
-
-    bf16    <stem>.weight BF16 (N, K)
-    nvfp4   <stem>.weight U8 (N, K/2), .weight_scale F8_E4M3 (N, K/16), .weight_scale_2 F32 [], .input_scale F32 []
+DeepSeek's own names (``production.names`` translates those on disk), the names of docs/stages.md in the stages. A
+``Leaf`` is one parameter of one stage; projections that may be quantised are given by their stem, and what lies under
+it depends on the format found (``production.storage``).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from production.config import ModelConfig
-from production.nvfp4 import BLOCK
 
 #: Tensors of the draft module: part of a checkpoint, no part of this model.
 SET_ASIDE = "mtp."
@@ -26,7 +23,7 @@ class Leaf:
     name: str  # in the stage
     native: str  # on disk: the tensor, or the stem of a projection
     shape: tuple[int, ...]
-    dtype: str = "BF16"  # as in a safetensors header
+    dtype: str = "BF16"  # as released; BF16 and F32 are read for each other
     projection: bool = False
     experts: int = 0
 
@@ -36,17 +33,6 @@ class Leaf:
             yield self.native
         for expert in range(self.experts):
             yield self.native.format(expert=expert)
-
-
-def packed(shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """suffix -> (dtype, shape) of an NVFP4 projection (N, K)."""
-    n, k = shape
-    return {
-        "weight": ("U8", (n, k // 2)),
-        "weight_scale": ("F8_E4M3", (n, k // BLOCK)),
-        "weight_scale_2": ("F32", ()),
-        "input_scale": ("F32", ()),
-    }
 
 
 def stage_leaves(config: ModelConfig) -> dict[str, tuple[Leaf, ...]]:

@@ -59,7 +59,7 @@ def unpack(weight: Tensor) -> Tensor:
 def fold(weight: Tensor, weight_scale: Tensor) -> Tensor:
     """E2M1 * E4M3, fp32 (..., N, K); exact, and exact again when cast to bf16. Any leading (expert) dims.
 
-    A weight that is no longer packed has been folded before (``production.session.prepare``) and comes back as it is.
+    A weight that is no longer packed has been folded before (``production.weights.unpacked``) and comes back as it is.
     """
     if weight.dtype != torch.uint8:
         return weight
@@ -74,6 +74,29 @@ def decode(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> Tens
     return fold(weight, weight_scale).double().mul_(scale_2.view(*scale_2.shape, 1, 1))
 
 
+def decode_bf16(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> Tensor:
+    """The weight of one matrix in bf16 (N, K), rounded once: for engines without an FP4 product.
+
+    A byte and its block's scale code select one of 65,536 pairs of values, so a matrix is one lookup per byte.
+    """
+    values = torch.tensor(e2m1_values(), dtype=torch.float64)
+    byte = torch.arange(256)
+    scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    exact = scale[:, None] * values * weight_scale_2.double().cpu()  # [256 scale codes, 16 codes], 30 bits
+    table = torch.stack((exact[:, byte & 15], exact[:, byte >> 4]), dim=-1)
+    words = _round_bf16(table).view(torch.int32).flatten().to(weight.device)
+    place = (weight_scale.view(torch.uint8).int() << 8).unsqueeze(-1) + weight.unflatten(-1, (-1, BLOCK // 2))
+    return words.index_select(0, place.flatten()).view(torch.bfloat16).view(*weight.shape[:-1], 2 * weight.shape[-1])
+
+
+def _round_bf16(x: Tensor) -> Tensor:
+    """float64 to bf16, to nearest even, in one rounding: torch goes by way of fp32 and rounds twice."""
+    mantissa, exponent = torch.frexp(x)
+    # bf16 has 8 significant bits, fewer below its smallest normal 2^-126.
+    bits = (exponent + 133).clamp(max=8)
+    return torch.ldexp(torch.ldexp(mantissa, bits).round(), exponent - bits).bfloat16()
+
+
 def as_fp4(weight: Tensor) -> Tensor:
     """The same bytes as torch.float4_e2m1fn_x2 (shape counts bytes), for kernels."""
     return weight.view(torch.float4_e2m1fn_x2)
@@ -81,4 +104,4 @@ def as_fp4(weight: Tensor) -> Tensor:
 
 def has_nan_scale(weight_scale: Tensor) -> bool:
     """Whether any block scale is one of E4M3's two NaN codes."""
-    return bool(((weight_scale.view(torch.uint8) & 0x7F) == 0x7F).any())
+    return weight_scale.numel() > 0 and int((weight_scale.view(torch.uint8) & 0x7F).max()) == 0x7F

@@ -13,17 +13,37 @@ from production.component import Component
 from production.compressor import CsaCompressor, HcaCompressor
 from production.embed import Embedding
 from production.errors import ProductionError
-from production.experts import Nvfp4MoE
-from production.grouped_linear import Bf16GroupedLinear, Nvfp4GroupedLinear
+from production.experts import Bf16MoE, CtNvfp4MoE, Fp8MoE, Mxfp4MoE, Nvfp4MoE
+from production.grouped_linear import (
+    Bf16GroupedLinear,
+    CtNvfp4GroupedLinear,
+    Fp8GroupedLinear,
+    Mxfp4GroupedLinear,
+    Nvfp4GroupedLinear,
+)
 from production.head import LmHead
 from production.hyper_connection import HyperConnection, ResidualMix
 from production.hyper_head import HyperHead
 from production.indexer import LightningIndexer
-from production.linear import Bf16Linear, Nvfp4Linear
+from production.linear import Bf16Linear, CtNvfp4Linear, Fp8Linear, Mxfp4Linear, Nvfp4Linear
 from production.norms import HeadNorm, RmsNorm
 from production.rope import RopeCache, Rotation
 from production.router import HashRouter, TopKRouter
-from production.shared_expert import MoeSum, Nvfp4SharedExpert
+from production.shared_expert import (
+    Bf16SharedExpert,
+    CtNvfp4SharedExpert,
+    Fp8SharedExpert,
+    MoeSum,
+    Mxfp4SharedExpert,
+    Nvfp4SharedExpert,
+)
+from production.weights import FORMS
+
+
+def by_format(kind: str, *classes: type[Component]) -> dict[tuple[str, str], type[Component]]:
+    """One class for each of weights.FORMS, in its order."""
+    return {(kind, form): cls for form, cls in zip(FORMS, classes, strict=True)}
+
 
 IMPLEMENTATIONS: dict[tuple[str, str], type[Component]] = {
     ("embed", "bf16"): Embedding,
@@ -33,20 +53,26 @@ IMPLEMENTATIONS: dict[tuple[str, str], type[Component]] = {
     ("hyper_head", "sigmoid"): HyperHead,
     ("norm", "rms"): RmsNorm,
     ("head_norm", "rms"): HeadNorm,
-    ("linear", "nvfp4"): Nvfp4Linear,
-    ("linear", "bf16"): Bf16Linear,
-    ("grouped_linear", "nvfp4"): Nvfp4GroupedLinear,
-    ("grouped_linear", "bf16"): Bf16GroupedLinear,
     ("rotation", "interleaved"): Rotation,
     ("compressor", "csa"): CsaCompressor,
     ("compressor", "hca"): HcaCompressor,
-    ("indexer", "nvfp4"): LightningIndexer,
-    ("indexer", "bf16"): LightningIndexer,
     ("attention", "sink"): SinkAttention,
     ("router", "dense sqrtsoftplus"): TopKRouter,
     ("router", "hash sqrtsoftplus"): HashRouter,
-    ("experts", "nvfp4"): Nvfp4MoE,
-    ("shared_expert", "nvfp4"): Nvfp4SharedExpert,
+    **by_format("linear", Bf16Linear, Fp8Linear, Mxfp4Linear, Nvfp4Linear, CtNvfp4Linear),
+    **by_format(
+        "grouped_linear",
+        Bf16GroupedLinear,
+        Fp8GroupedLinear,
+        Mxfp4GroupedLinear,
+        Nvfp4GroupedLinear,
+        CtNvfp4GroupedLinear,
+    ),
+    **by_format("experts", Bf16MoE, Fp8MoE, Mxfp4MoE, Nvfp4MoE, CtNvfp4MoE),
+    **by_format(
+        "shared_expert", Bf16SharedExpert, Fp8SharedExpert, Mxfp4SharedExpert, Nvfp4SharedExpert, CtNvfp4SharedExpert
+    ),
+    **by_format("indexer", *[LightningIndexer] * 5),
     ("moe_sum", "plain"): MoeSum,
     ("lm_head", "bf16"): LmHead,
 }

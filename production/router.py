@@ -19,7 +19,7 @@ from torch import Tensor
 
 from production.component import Call, Component, Params, Port, port, ports, rounding
 from production.errors import ProductionError
-from production.linear import bf16_product
+from production.linear import product
 
 #: Keeps the renormalisation finite when every picked score has underflowed (HF has the same constant).
 FLOOR = 1e-20
@@ -57,7 +57,7 @@ class _Router(Component):
         raise NotImplementedError
 
     def compute(self, p: Params, call: Call, *, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        logits = bf16_product(x, p)
+        logits = product(x, p)
         scores = sqrt_softplus(logits)
         picks = self.pick(p, scores, input_ids) if call.picks is None else checked(call.picks, scores.shape[-1])
         picked = scores.gather(-1, picks)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from production import nvfp4
+from production import weights
 from production.cache.logical import dump, load
 from production.cache.sequence import Layout, Store
 from production.cache.sequence import Sequence as Cached
@@ -160,7 +160,7 @@ class Session:
             takes = getattr(stage.op, "step_takes", None)
             step = _Step(
                 stage=stage,
-                params=prepare(stage.params) if prepared and stage.name not in self.ways else stage.params,
+                params=weights.unpacked(stage.params) if prepared and stage.name not in self.ways else stage.params,
                 compute=stage.op.compute if takes is None else stage.op.step,  # type: ignore[attr-defined]
                 reads=tuple((a, w) for a, w in stage.inputs.items() if takes is None or a in takes),
                 writes=tuple((o.name, o.wire) for o in stage.outputs if o.wire in last_reader),
@@ -337,25 +337,12 @@ class _Gather:
         self.name, self.rows = "", []
 
 
-def prepare(params: Params) -> dict[str, Tensor]:
-    """Parameters with every weight in fp32, NVFP4 unpacked (exact, ``nvfp4.fold``), so that no call does it again."""
-    made = {}
-    for name, tensor in params.items():
-        if name.endswith(nvfp4.COMPANIONS):
-            made[name] = tensor
-        elif tensor.dtype == torch.uint8:
-            made[name] = nvfp4.fold(tensor, params[f"{name}_scale"])
-        else:
-            made[name] = tensor.float() if tensor.is_floating_point() else tensor
-    return made
-
-
 def _fits(model: Model) -> bool:
     """Whether all weights in fp32 stay below the limit."""
     count = 0
     for stage in model.stages:
         for name, tensor in stage.params.items():
-            if not name.endswith(nvfp4.COMPANIONS):
+            if not name.endswith(weights.COMPANIONS):
                 count += tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)
     return 4 * count <= PREPARED_LIMIT
 

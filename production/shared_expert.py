@@ -1,8 +1,8 @@
-"""The shared expert (NVFP4) and the sum of the two expert paths.
+"""The shared expert, one class per weight format, and the sum of the two expert paths.
 
 ``out = W2 (silu(min(W1 x, limit)) * clamp(W3 x, +-limit))`` for every token (HF: DeepseekV4MLP); the clamp is the
 routed experts'. gate and up are the products before the clamp, fp32; ``act`` is rounded to the model's dtype before W2,
-``out`` once. Each projection has its own ``weight_scale_2``, on the fp32 accumulator.
+``out`` once. Weights are not rounded (``production.weights``); each projection has scales of its own.
 
 Params: {gate,up,down}_proj.weight and companions as in ``production.linear``; gate and up (F, d), down (d, F).
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from production.component import Call, Component, Params, port, ports, rounding
-from production.linear import nvfp4_product
+from production.linear import product
 from production.swiglu import clamped_swiglu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4SharedExpert(Component):
+class _SharedExpert(Component):
     """The shared expert; see the module's docstring."""
 
     plan = rounding(gate="fp32", up="fp32", silu="fp32", act="bf16", out="bf16")
@@ -34,10 +34,30 @@ class Nvfp4SharedExpert(Component):
     swiglu_limit: float
 
     def compute(self, p: Params, call: Call, *, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        gate = nvfp4_product(x, p, "gate_proj.")
-        up = nvfp4_product(x, p, "up_proj.")
+        gate = product(x, p, "gate_proj.")
+        up = product(x, p, "up_proj.")
         act = clamped_swiglu(gate, up, self.swiglu_limit).to(self.act)
-        return {"gate": gate, "up": up, "act": act, "out": nvfp4_product(act, p, "down_proj.").to(self.act)}
+        return {"gate": gate, "up": up, "act": act, "out": product(act, p, "down_proj.").to(self.act)}
+
+
+class Nvfp4SharedExpert(_SharedExpert):
+    """The shared expert with NVFP4 weights."""
+
+
+class CtNvfp4SharedExpert(_SharedExpert):
+    """The shared expert with NVFP4 weights and reciprocal global scales."""
+
+
+class Mxfp4SharedExpert(_SharedExpert):
+    """The shared expert with MXFP4 weights."""
+
+
+class Fp8SharedExpert(_SharedExpert):
+    """The shared expert with FP8 weights in 128 x 128 blocks."""
+
+
+class Bf16SharedExpert(_SharedExpert):
+    """The shared expert with bf16 or fp32 weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

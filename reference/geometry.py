@@ -139,7 +139,7 @@ def load_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path}: expected a file, came none; give a checkpoint folder that holds it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 5000 digits
         raise UsageError(f"{path}: expected JSON, came {_line(error)}; copy the file again") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: expected a JSON object, came {type(value).__name__}; copy the file again")
@@ -154,11 +154,9 @@ def _check_quantization(path: Path, value: object) -> None:
     size = value.get("group_size", 16)
     if size != 16:
         raise UsageError(f"{path}: expected quantization_config.group_size 16 (NVFP4), came {size!r}; export as NVFP4")
-    if value.get("quant_method") == "compressed-tensors":
-        raise UsageError(
-            f"{path}: expected ModelOpt NVFP4, came quant_method 'compressed-tensors', whose global scale is the "
-            "reciprocal; export with ModelOpt or convert the scales"
-        )
+    tile = value.get("weight_block_size", [128, 128])
+    if tile != [128, 128]:
+        raise UsageError(f"{path}: expected quantization_config.weight_block_size [128, 128] (FP8), came {tile!r}")
 
 
 def _typed(path: Path, keywords: dict[str, Any]) -> Geometry:

@@ -100,6 +100,9 @@ def build(checkpoint: Checkpoint, word: str, depth: int, device: str) -> Net:
     """
     geometry = checkpoint.geometry
     keywords = {**geometry.keywords, "num_hidden_layers": depth}
+    for key in ("layer_types", "mlp_layer_types"):  # transformers cuts compress_ratios to the depth, and refuses these
+        if keywords.get(key) is not None:
+            keywords[key] = keywords[key][:depth]
     model = hf.skeleton(keywords)
     plan = hf.stored_dtypes(model, DTYPES[word])
     groups: dict[str, list[Entry]] = {}
@@ -113,14 +116,27 @@ def build(checkpoint: Checkpoint, word: str, depth: int, device: str) -> Net:
 
 
 def _assemble(checkpoint: Checkpoint, group: list[Entry], dtype: torch.dtype) -> Tensor:
-    """One Hugging Face parameter: a tensor, or a stack of experts ``[E, N, K]`` with gate above up."""
+    """One Hugging Face parameter: a tensor, or a stack of experts ``[E, N, K]`` with gate above up.
+
+    The stack is filled expert by expert: beside it there is one decoded expert at a time.
+    """
     if group[0].expert is None:
-        return cast(checkpoint.decode(group[0]), dtype)
-    rows: dict[int, list[Tensor]] = {}
+        return _value(checkpoint, group[0], dtype)
+    experts = checkpoint.geometry.n_routed_experts
+    rows, columns = group[0].shape
+    stack = torch.empty((experts, rows * len(group) // experts, columns), dtype=dtype)
+    filled = [0] * experts
     for entry in group:
         assert entry.expert is not None
-        rows.setdefault(entry.expert, []).append(cast(checkpoint.decode(entry), dtype))
-    return torch.stack([torch.cat(rows[e]) for e in sorted(rows)])
+        first = filled[entry.expert]
+        stack[entry.expert, first : first + rows] = _value(checkpoint, entry, dtype)
+        filled[entry.expert] += rows
+    return stack
+
+
+def _value(checkpoint: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
+    value = checkpoint.rounded(entry) if dtype is torch.bfloat16 else None
+    return cast(checkpoint.decode(entry), dtype) if value is None else value
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from production.component import Call, Component, Params, Port, port, ports, rou
 from production.compressor import CsaCompressor, HcaCompressor, finish
 from production.errors import ProductionError
 from production.indexer import LightningIndexer, choose, ready_entries, relu_scores
-from production.linear import bf16_product
+from production.linear import product
 
 C = TypeVar("C", bound=Component)
 SCATTER_SEED = 4
@@ -171,9 +171,7 @@ def emit(
 ) -> Tensor:
     """Pool the windows that close with tokens x [1, n, d] and store their keys; returns the pooled entries, fp32."""
     x = x.float()  # once for both products
-    pooled = state.push(
-        length, bf16_product(x, p, "kv_proj.")[0], bf16_product(x, p, "gate_proj.")[0], p["position_bias"]
-    )
+    pooled = state.push(length, product(x, p, "kv_proj.")[0], product(x, p, "gate_proj.")[0], p["position_bias"])
     if pooled.shape[0]:
         first = length // state.rate
         keys = finish(pooled.unsqueeze(0), p["kv_norm.weight"], eps, rope, state.rate, first)  # type: ignore[arg-type]

@@ -100,8 +100,8 @@ def yarn(**changes: Any) -> dict[str, Any]:
         (yarn(original_max_position_embeddings=None), "original_max_position_embeddings: expected an integer >= 1"),
         ({**CONFIG, "rope_theta": None}, "rope_theta: expected a number > 1, came no such key"),
         (
-            {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors"}},
-            "quant_method: expected ModelOpt's NVFP4 layout, came 'compressed-tensors'; its global scale is the recip",
+            {**CONFIG, "quantization_config": {"weight_block_size": [32, 32]}},
+            r"weight_block_size: expected \[128, 128\], came \[32, 32\]",
         ),
         ({**CONFIG, "quantization_config": {"group_size": 32}}, "group_size: expected 16, came 32"),
         ([], "expected a JSON object, came list"),

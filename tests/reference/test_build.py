@@ -126,7 +126,7 @@ def test_expert_order(native: build.HFReference) -> None:
     for expert in range(6):
         for w, leaf in (("w1", "gate_proj.weight"), ("w2", "down_proj.weight"), ("w3", "up_proj.weight")):
             stem = f"layers.3.ffn.experts.{expert}.{w}"
-            parts = (checkpoint._tensor(f"{stem}.{p}") for p in ("weight", "weight_scale", "weight_scale_2"))
+            parts = (checkpoint.shards.tensor(f"{stem}.{p}") for p in ("weight", "weight_scale", "weight_scale_2"))
             assert torch.equal(stack[leaf][expert], decode(*parts))
 
 

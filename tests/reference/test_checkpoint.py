@@ -72,7 +72,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another score": ({"scoring_func": "sigmoid"}, "scoring_func"),
     "another rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "compress rope"),
     "another block": ({"quantization_config": {"group_size": 32}}, "group_size 16"),
-    "compressed-tensors": ({"quantization_config": {"quant_method": "compressed-tensors"}}, "reciprocal"),
+    "another tile": ({"quantization_config": {"weight_block_size": [32, 32]}}, "weight_block_size [128, 128]"),
     "quantization as a string": ({"quantization_config": "nvfp4"}, "quantization_config"),
 }
 
