@@ -12,6 +12,7 @@ positions = 0                           # absolute position of the first token
 seed = 0
 dtype = "native"                        # or "fp32"
 layers = "all"
+phase = ""                              # or prefill, chunk:SIZES, decode:K: the last call continues from caches
 [[declared]]                            # an intended difference from the reference, with its own floor
 stage = "layers.*.router"
 output = "logits"                       # default: every output
@@ -51,6 +52,7 @@ KEYS = {
     "seed": int,
     "dtype": str,
     "layers": str,
+    "phase": str,
     "declared": list,
 }
 DECLARED_KEYS = {"stage": str, "output": str, "reason": str, "floor": float}
@@ -87,6 +89,7 @@ class Case:
     seed: int = 0
     dtype: DType = "native"
     layers: str = "all"
+    phase: str = ""
     declared: tuple[Declared, ...] = ()
 
     def __post_init__(self) -> None:

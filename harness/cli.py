@@ -92,7 +92,7 @@ def _parser() -> Parser:
     diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
     diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
     diff.add_argument(
-        "--phase", default="", metavar="prefill|chunk:SIZES|decode:K", help="with caches: compare the last call"
+        "--phase", metavar="prefill|chunk:SIZES|decode:K", help="with caches: compare the last call (default: the case's)"
     )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     diff.add_argument("--dump", metavar="DIR", help="write the first fault's (or --stage's) tensors and a repro.py")
@@ -183,7 +183,7 @@ def _diff(args: argparse.Namespace) -> int:
         "bypass": tuple(args.bypass),
         "replace": tuple(args.replace),
         "direct_residual": args.direct_residual,
-        "phase": args.phase,
+        "phase": args.phase if args.phase is not None else case.phase,
     }
     from harness.diff import diff
 

@@ -214,7 +214,7 @@ def _command(case: Case, request: Request) -> str:
         words += ["--replace", text]
     if request.direct_residual:
         words.append("--direct-residual")
-    if request.phase:
+    if request.phase != case.phase:
         words += ["--phase", request.phase]
     return shlex.join(words)
 

@@ -7,6 +7,7 @@ to it exactly. The spread that a rounding plan allows around a value comes from 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from reference.stages.hyper import Hyper, Mix
 
 #: inputs that index or count
 INTEGERS = frozenset({"input_ids", "positions", "lengths", "picks"})
+#: stages that choose, but whose judged outputs (keys, scores) do not depend on the choice
+INDEPENDENT = frozenset({"indexer"})
 
 
 class OracleStage:
@@ -90,6 +93,16 @@ class DirectOracleStage(OracleStage):
             return self._direct(**wide)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A judgement and what it was made from; the tensors are held, so that ``is`` means the same contents."""
+
+    stage: OracleStage
+    inputs: Mapping[str, Tensor]
+    plan: Mapping[str, str]
+    judged: Mapping[str, Judged]
+
+
 class HFOracle:
     """The oracle side (``harness.types.Oracle``)."""
 
@@ -101,6 +114,7 @@ class HFOracle:
         ]
         self.provenance = {**provenance, "dtype": "float64"}
         self._by_name = {stage.name: stage for stage in self.stages}
+        self._last: _Made | None = None
 
     def judge(
         self,
@@ -121,6 +135,27 @@ class HFOracle:
             raise UsageError(
                 f"{stage}: expected a stage of this checkpoint, came none; `harness list stages` names them"
             )
+        if node.kind in INDEPENDENT:
+            return self._once(node, inputs, plan)
+        return self._judge(node, inputs, plan, given)
+
+    def _once(self, node: OracleStage, inputs: Mapping[str, Tensor], plan: Mapping[str, str]) -> Mapping[str, Judged]:
+        """The judgement of a stage on which picks have no effect: asked for both sides' picks, it is made once."""
+        last = self._last
+        same = (
+            last is not None and last.stage is node and last.plan == dict(plan) and last.inputs.keys() == inputs.keys()
+        )
+        if last is None or not same or any(last.inputs[name] is not value for name, value in inputs.items()):
+            last = self._last = _Made(node, dict(inputs), dict(plan), self._judge(node, inputs, plan, None))
+        return last.judged
+
+    def _judge(
+        self,
+        node: OracleStage,
+        inputs: Mapping[str, Tensor],
+        plan: Mapping[str, str],
+        given: Mapping[str, Tensor] | None,
+    ) -> Mapping[str, Judged]:
         wide = {name: upcast(value) for name, value in inputs.items()}
         outputs = node.evaluate(wide, None, given)
         used = {port.name: outputs[port.name] for port in node.outputs if port.role == "picks"} or given

@@ -29,11 +29,13 @@ def contract(a: Tensor, b: Tensor) -> Spread:
     """
     k = a.shape[-1]
     step = max(1, -(-k // _BLOCKS))
-    y = torch.zeros((), dtype=torch.float64, device=a.device)
-    peak = y
-    for start in range(0, k, step):
-        y = y + a[..., start : start + step] @ b[..., start : start + step].mT
-        peak = torch.maximum(peak, y.abs())
+    # In place: these tensors are large, and fresh ones cost more in page faults than the arithmetic does.
+    y = a[..., :step] @ b[..., :step].mT
+    peak, block, size = y.abs(), torch.empty_like(y), torch.empty_like(y)
+    for start in range(step, k, step):
+        torch.matmul(a[..., start : start + step], b[..., start : start + step].mT, out=block)
+        y += block
+        torch.maximum(peak, torch.abs(y, out=size), out=peak)
     squares = (a * a) @ (b * b).mT
     return Spread(y, (V * chain(k)) ** 2 * (peak * peak + squares), V * k * (k * squares).sqrt())
 

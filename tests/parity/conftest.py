@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from harness import case as cases
-from harness import engine, sides
+from harness import engine, history, sides
 from harness.case import Case
 from harness.plan import Plan, Request, make_plan
 from harness.records import Comparison, Record, Skip
@@ -29,8 +29,15 @@ def load(name: str) -> Case:
 def plan(name: str) -> Plan:
     """What the case will compare, from metadata."""
     case = load(name)
-    reference, production = built(case)
-    return make_plan(reference.stages, production.stages, Request(layers=case.layers))
+    pair: tuple[sides.Side, sides.Side] = built(case)
+    if case.phase:
+        pair = history.stepped(pair[0], "reference"), history.stepped(pair[1], "production")
+    return make_plan(pair[0].stages, pair[1].stages, request(case))
+
+
+def request(case: Case) -> Request:
+    """What the case asks for."""
+    return Request(layers=case.layers, phase=case.phase)
 
 
 @cache
@@ -55,7 +62,7 @@ def results(name: str) -> tuple[Record, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sides, "reference", lambda *_: reference)
         patch.setattr(sides, "production", lambda *_: production)
-        return tuple(engine.run(case, Request(layers=case.layers)))
+        return tuple(engine.run(case, request(case)))
 
 
 def row(name: str, stage: str, mode: str) -> Comparison | Skip | None:
