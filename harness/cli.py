@@ -1,4 +1,4 @@
-"""The command line: ``harness diff | generate | list | report | checkpoint | doctor``. ``main`` is the same from Python.
+"""The command line: ``harness diff | generate | list | report | checkpoint | doctor``.
 
 Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
 ``--help``, ``list cases`` and usage errors answer at once.
@@ -92,7 +92,9 @@ def _parser() -> Parser:
     diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
     diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
     diff.add_argument(
-        "--phase", metavar="prefill|chunk:SIZES|decode:K", help="with caches: compare the last call (default: the case's)"
+        "--phase",
+        metavar="prefill|chunk:SIZES|decode:K",
+        help="with caches: compare the last call (default: the case's)",
     )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     diff.add_argument("--dump", metavar="DIR", help="write the first fault's (or --stage's) tensors and a repro.py")
