@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import jsonl
-from harness.records import Certification, Record, Skip
+from harness.records import Certification, Record, Skip, Step, Verdict
 from harness.types import UsageError
 from tests.harness import toy
 from tests.harness.conftest import Run
@@ -38,7 +38,13 @@ def test_every_kind_comes_back(run: Run, tmp_path: Path) -> None:
     back = jsonl.read(path)
     assert [type(r) for r in back] == [type(r) for r in records]
     assert [rounded(r) for r in back] == [rounded(r) for r in records]
-    assert {r.kind for r in back} == set(jsonl.KINDS)
+    assert {r.kind for r in back} == set(jsonl.KINDS) - {"step"}, "steps belong to a generation"
+
+
+def test_a_step_comes_back(run: Run, tmp_path: Path) -> None:
+    step = Step(3, 334, " river", " river", " tent", False, Verdict.FAIL, "beyond", kl=0.25, divergence=(None, 0.5))
+    back = jsonl.read(save([run()[0], step], tmp_path / "run.jsonl"))
+    assert back[1] == step
 
 
 def test_lines_are_strict_json_and_flushed_one_by_one(tmp_path: Path) -> None:

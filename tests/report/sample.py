@@ -23,6 +23,7 @@ from harness.records import (
     Record,
     Routing,
     Skip,
+    Step,
     Summary,
     Verdict,
     Weights,
@@ -150,7 +151,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u202e\x07"
 
 
 def records(variant: str = "faulty", layers: int = 6) -> list[Record]:
-    """One run: clean | faulty | stopped | invalid | bypass | weights | loading | inconclusive | hostile."""
+    """One run: clean | faulty | stopped | invalid | bypass | weights | loading | inconclusive | generated | hostile."""
     return list(_records(variant, layers))
 
 
@@ -182,10 +183,40 @@ def _records(variant: str, layers: int) -> list[Record]:
         lost = FirstFault("layers.1.q_b", "weights", Verdict.FAIL, reason="every element 16 x too large")
         changes = {"verdict": Verdict.FAIL, "exit_code": 1, "first_fault": lost, "reason": lost.reason}
         return [head, *rest, summary(rest, **changes)]
+    if variant == "generated":
+        rest = [*map(step, range(12)), *rest]
     if variant == "inconclusive":
         rest = [_undecided(r) for r in rest]
         return [head, *rest, summary(rest, verdict=Verdict.INCONCLUSIVE, exit_code=3, reason="cancellation to 3 bits")]
     return [head, *rest, summary(rest, **({"reason": "because" + tag} if tag else {}))]
+
+
+def step(index: int) -> Step:
+    """A step of a generation; the eighth disagrees beyond what rounding explains."""
+    wrong = index == 7
+    mine, theirs = (" 4" if wrong else f" {index % 3}"), f" {index % 3}"
+    return Step(
+        index,
+        331 + index,
+        theirs + HOSTILE,
+        mine,
+        theirs,
+        mine == theirs,
+        Verdict.FAIL if wrong else Verdict.PASS,
+        reason="logits: RMS error 4.1 x the allowed" if wrong else None,
+        kl=2.1 if wrong else 3e-5 * (index + 1),
+        entropy_production=0.31,
+        entropy_reference=0.3,
+        error=0.4 if wrong else 0.02,
+        error_reference=0.018,
+        allowed=0.1,
+        gap=1.7 if wrong else None,
+        attention_production=(2.1, 1.4, 3.0),
+        attention_reference=(2.1, 1.5, 3.0),
+        divergence=(0.001, 0.004, 0.6 if wrong else 0.009),
+        router_flips=index % 2,
+        flip_margin=0.4 if index % 2 else None,
+    )
 
 
 def _bypassed(record: Record) -> Record:

@@ -32,6 +32,7 @@ VARIANTS = [
     "weights",
     "loading",
     "inconclusive",
+    "generated",
     "hostile",
 ]
 
@@ -237,7 +238,7 @@ def test_missing_values_are_shown_as_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_run_that_ended_after_any_record_renders(tmp_path: Path, kind: str) -> None:
-    parts = records("faulty", layers=4)
+    parts = records("generated", layers=4)
     at = next(i for i, r in enumerate(parts) if r.kind == kind)
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(lines(parts[: at + 1])) + "\n")
