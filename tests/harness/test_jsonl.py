@@ -43,7 +43,7 @@ def test_every_kind_comes_back(run: Run, tmp_path: Path) -> None:
 
 def test_a_step_comes_back(run: Run, tmp_path: Path) -> None:
     step = Step(3, 334, " river", " river", " tent", False, Verdict.FAIL, "beyond", kl=0.25, divergence=(None, 0.5))
-    back = jsonl.read(save([run()[0], step], tmp_path / "run.jsonl"))
+    back = jsonl.read(save([run()[0], step, run()[-1]], tmp_path / "run.jsonl"))
     assert back[1] == step
 
 
