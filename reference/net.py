@@ -74,8 +74,10 @@ class Net:
 
     def cut(self, depth: int) -> Net:
         """The same model ended after its first ``depth`` layers: a second Hugging Face model on the same tensors."""
-        if depth == self.depth:
-            return self
+        return self if depth == self.depth else self.twin(depth)
+
+    def twin(self, depth: int) -> Net:
+        """A second Hugging Face model of ``depth`` layers on the same tensors, with hooks and settings of its own."""
         shorter = hf.skeleton({**self.geometry.keywords, "num_hidden_layers": depth})
         own = self.model.state_dict()
         hf.fill(shorter, {name: own[name] for name in shorter.state_dict()}, self.device)
