@@ -150,7 +150,7 @@ def _work(name: str, x: Tensor, work: Tensor | None, shape: tuple[int, ...]) -> 
 
 def _on_gpu(tensor: Tensor) -> Tensor:
     """A parameter's copy on the GPU, fp32."""
-    copy: Tensor | None = _copies.get(tensor)
+    copy: Tensor | None = _copies.get(tensor)  # type: ignore[no-untyped-call]
     if copy is None:
         copy = _copies[tensor] = tensor.detach().to("cuda", torch.float32, copy=True).contiguous()
     return copy
@@ -164,7 +164,7 @@ def _moved(tensor: Tensor, dims: int) -> Tensor:
 def _back(like: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Results as [B, S, ...] where the stage wants them; the copy waits for the kernels, so an error shows here."""
     torch.cuda.synchronize()
-    return [t.unflatten(0, like.shape[:2]).to(like.device) for t in tensors]
+    return [t.reshape(*like.shape[:2], *t.shape[1:]).to(like.device) for t in tensors]
 
 
 @dataclass(frozen=True, kw_only=True)
