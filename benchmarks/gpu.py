@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu parity|bench FILE``: the CUDA kernels of csrc/ on a GPU, one JSON line a measurement.
 
-parity: every kernel at the sizes of the released models, its outputs held to float64 values and to the margins of
-reference.bounds by the rule of harness.judge.margin. Outputs lie between guard words and are poisoned first; a kernel runs
+parity: every kernel at the sizes of the released models, its outputs held to float64 values by the margins of
+reference.bounds. Outputs lie between guard words and are poisoned first; a kernel runs
 twice, and once from a replayed graph, and all three must agree bit for bit.
 bench: microseconds a graph replay over buffers that exceed the L2 cache several times, random data, median of 30.
 """
