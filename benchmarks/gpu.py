@@ -150,7 +150,7 @@ def verdict(k: Kernel, produced: dict[str, Tensor]) -> dict[str, float]:
         judged = Judged(t.y.cpu(), t.rss.cpu(), t.lin.cpu())
         dtype = "bf16" if value.dtype == torch.bfloat16 else "fp32"
         finite = bool(value.isfinite().all())
-        found[name] = round(float(margin(value.cpu(), judged, dtype).worst), 4) if finite else float("inf")
+        found[name] = float(margin(value.cpu(), judged, dtype).worst) if finite else float("inf")
     return found
 
 

@@ -19,7 +19,7 @@ struct Lane {  // one value of each thread of a warp, as sinkhorn.cuh wants it
 };
 __device__ __forceinline__ Lane operator+(Lane a, Lane b) { return {a.at + b.at}; }
 __device__ __forceinline__ Lane operator-(Lane a, Lane b) { return {a.at - b.at}; }
-__device__ __forceinline__ Lane operator/(Lane a, Lane b) { return {a.at / b.at}; }
+__device__ __forceinline__ Lane operator/(Lane a, Lane b) { return {__fdividef(a.at, b.at)}; }  // 2 ulp; 40 in a row
 __device__ __forceinline__ Lane operator+(Lane a, float b) { return {a.at + b}; }
 __device__ __forceinline__ Lane exchange(Lane v, int mask) { return {__shfl_xor_sync(0xffffffffu, v.at, mask)}; }
 __device__ __forceinline__ Lane maximum(Lane a, Lane b) { return {fmaxf(a.at, b.at)}; }

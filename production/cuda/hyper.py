@@ -91,9 +91,9 @@ def hc_post(x: Tensor, post: Tensor, comb: Tensor, block: Tensor, out: Sequence[
 
 
 def split(tokens: int, channels: int) -> int:
-    """Parts of K, so that small batches fill the GPU: 512 channels a warp at least, two CTAs an SM at most."""
+    """Parts of K, so that small batches fill the GPU: 256 channels a warp at least, two CTAs an SM at most."""
     groups = -(-tokens // 4) if tokens <= 16 else -(-tokens // 16)
-    return max(1, min(channels // 512, 2 * SMS // groups))
+    return max(1, min(channels // 256, 2 * SMS // groups))
 
 
 def _launch(name: str, tensors: list[Tensor], sizes: list[int], floats: list[float]) -> None:
