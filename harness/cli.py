@@ -1,4 +1,4 @@
-"""The command line: ``harness diff | generate | list | report | checkpoint | doctor``.
+"""The command line: ``harness diff | generate | list | report | checkpoint | build | doctor``.
 
 Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
 ``--help``, ``list cases`` and usage errors answer at once.
@@ -27,7 +27,7 @@ certified, ill-conditioned, interrupted)"""
 
 
 #: commands from outside, as import strings of functions that attach a parser: the harness itself knows no checkpoint
-EXTENSIONS = ("cases.checkpoints.cli:add_parser",)
+EXTENSIONS = ("cases.checkpoints.cli:add_parser", "cases.kernels.cli:add_parser")
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,7 +74,7 @@ def _parser() -> Parser:
     parser = Parser(prog="harness", description="Compare a production model with its reference, stage by stage.")
     parser.add_argument("--version", action="version", version=f"harness {__version__}")
     commands = parser.add_subparsers(
-        dest="name", required=True, metavar="diff | generate | list | report | checkpoint | doctor"
+        dest="name", required=True, metavar="diff | generate | list | report | checkpoint | build | doctor"
     )
 
     diff = commands.add_parser("diff", help="compare stages and name the first fault", epilog=EPILOG)
@@ -97,6 +97,7 @@ def _parser() -> Parser:
         help="with caches: compare the last call (default: the case's)",
     )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
+    diff.add_argument("--backend", action="append", default=[], metavar="GLOB=torch|cuda|best")
     diff.add_argument("--dump", metavar="DIR", help="write the first fault's (or --stage's) tensors and a repro.py")
     _view_options(diff, json=True)
 
@@ -184,6 +185,7 @@ def _diff(args: argparse.Namespace) -> int:
         "modes": ("local", "free") if args.mode == "both" else (args.mode,),
         "bypass": tuple(args.bypass),
         "replace": tuple(args.replace),
+        "backend": tuple(args.backend),
         "direct_residual": args.direct_residual,
         "phase": args.phase if args.phase is not None else case.phase,
     }

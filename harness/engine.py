@@ -75,7 +75,7 @@ def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) 
     replacements = functions(request)
     with clock.phase("load"):
         reference = sides.reference(case.reference, case.checkpoint, case.dtype)
-        production = sides.production(case.production, case.checkpoint, case.dtype)
+        production = sides.backed(sides.production(case.production, case.checkpoint, case.dtype), request.backend)
         sizes = _sizes(case, request, ids)
         if sizes:
             reference = cast(StepReference, history.stepped(reference, "reference"))
@@ -210,6 +210,8 @@ def _command(case: Case, request: Request) -> str:
     words = ["harness", "diff", *case.argument]
     for bypass in request.bypass:
         words += ["--bypass", bypass]
+    for text in request.backend:
+        words += ["--backend", text]
     for text in request.replace:
         words += ["--replace", text]
     if request.direct_residual:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from harness import case as case_files
 from harness import select
 from harness.case import Case
-from harness.types import Side, Stage, UsageError
+from harness.types import Backed, Side, Stage, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,13 +48,19 @@ def stages(case: Case, layer: str, as_json: bool, out: TextIO) -> int:
 def components(case: Case, out: TextIO) -> int:
     """The code under test: which stages it computes and where it rounds."""
     groups: dict[str, list[Stage]] = {}
-    for stage in _production(case).stages:
+    side = _production(case)
+    for stage in side.stages:
         groups.setdefault(stage.component, []).append(stage)
     for component, found in groups.items():
         leaves = ", ".join(dict.fromkeys(s.name.rpartition(".")[2] for s in found))
         plan = " ".join(f"{point}:{dtype}" for point, dtype in found[0].plan.items())
         print(f"{component:<48} {len(found):>3} stages: {leaves}", file=out)
         print(f"    rounds {plan or 'nowhere'}", file=out)
+        if isinstance(side, Backed):
+            there = side.backends(found[0].name)
+            print(
+                "    backends " + ", ".join(n if why is None else f"{n} ({why})" for n, why in there.items()), file=out
+            )
     return 0
 
 

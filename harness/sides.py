@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from harness.types import Builder, DType, InvalidRun, Reference, Side, UsageError, one_line
+from harness import select
+from harness.types import Backed, Builder, DType, InvalidRun, Reference, Side, UsageError, one_line
 
 
 def reference(spec: str, checkpoint: Path, dtype: DType) -> Reference:
@@ -17,6 +19,25 @@ def reference(spec: str, checkpoint: Path, dtype: DType) -> Reference:
 def production(spec: str, checkpoint: Path, dtype: DType) -> Side:
     """The production side that ``package.module:builder`` makes of a checkpoint."""
     return _build(spec, checkpoint, dtype, "production")
+
+
+def backed(side: Side, wishes: Sequence[str]) -> Side:
+    """The side with the implementations that ``GLOB=torch|cuda|best`` texts name; later ones win."""
+    if not wishes:
+        return side
+    if not isinstance(side, Backed):
+        raise UsageError(f"--backend {wishes[0]!r}: this production side has no backends")
+    names = [s.name for s in side.stages]
+    choices: dict[str, str] = {}
+    for text in wishes:
+        glob, value = select.assignment(text, "--backend", "torch|cuda|best")
+        if value not in ("torch", "cuda", "best"):
+            raise UsageError(f"--backend {text!r}: expected torch, cuda or best, got {value!r}")
+        choices.update(dict.fromkeys(select.stages(glob, names, "--backend", names), value))
+    try:
+        return side.with_backends(choices)
+    except ValueError as error:
+        raise UsageError(f"--backend: {' '.join(str(error).split())}") from error
 
 
 def _build(spec: str, checkpoint: Path, dtype: DType, which: str) -> Side:

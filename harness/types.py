@@ -139,6 +139,19 @@ class Side(Protocol):
         ...
 
 
+@runtime_checkable
+class Backed(Side, Protocol):
+    """A side whose stages have several implementations."""
+
+    def backends(self, name: str) -> Mapping[str, str | None]:
+        """Backend -> why the stage cannot use it on this machine, None where it can."""
+        ...
+
+    def with_backends(self, choices: Mapping[str, str]) -> Side:
+        """The same side with other implementations of some stages; a ValueError says why one cannot be had."""
+        ...
+
+
 class Oracle(Side, Protocol):
     """The reference in float64; the same stage names and wires."""
 

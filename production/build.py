@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors
 import torch
 from torch import Tensor
 
+from production.backends import backends, with_backend
 from production.checkpoint import Reader, load, verify
 from production.config import ModelConfig, read_config
 from production.errors import ProductionError
@@ -114,6 +115,17 @@ class Model:
             if stage.name == name:
                 return stage
         raise ProductionError("stage", expected="a stage of this model", came=repr(name))
+
+    def backends(self, name: str) -> dict[str, str | None]:
+        """Backend -> why this stage cannot use it here, None where it can."""
+        return backends(self.stage(name))
+
+    def with_backends(self, choices: Mapping[str, str]) -> Model:
+        """The same model with torch, cuda or best for stages by name; one that cannot be had is an error."""
+        stages = [with_backend(s, choices[s.name]) if s.name in choices else s for s in self.stages]
+        kernels = [new.name for old, new in zip(self.stages, stages, strict=True) if new is not old]
+        path = f"portable, {len(kernels)} stages on cuda" if kernels else "portable"
+        return replace(self, stages=stages, provenance={**self.provenance, "path": path})
 
     def steps(self) -> StepSide:
         """The stages of a call that continues sequences, with their caches as wires."""

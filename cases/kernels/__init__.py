@@ -1,0 +1,1 @@
+"""``harness build`` for the kernels of csrc/."""
