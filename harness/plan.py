@@ -29,6 +29,7 @@ class Request:
     bypass: tuple[str, ...] = ()  # GLOB=production|reference|direct, later ones win
     replace: tuple[str, ...] = ()  # GLOB=path.py:function
     direct_residual: bool = False
+    diagnose: str = "first"  # which local FAILs are explained: first, all or none
     phase: str = ""  # prefill, chunk:SIZES or decode:K: the compared call continues from caches (harness.phase)
 
 
