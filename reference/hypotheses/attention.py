@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -90,9 +92,10 @@ def padded(scene: Scene) -> Iterator[Variant | Tensors]:
 
 @hypothesis("softmax-scale-mscale", "attn_core", "YaRN's amplitude is squared into the softmax scale")
 def mscale(scene: Scene) -> Iterator[Variant | Tensors]:
-    if _plain(scene):
-        for amplitude in (1 + 0.1 * float(torch.tensor(16.0).log()),):
-            yield _attend(scene, factor=amplitude**2)[0]
+    ropes = cast(Mapping[str, Mapping[str, float]], scene.stage.config["rope_parameters"])
+    factor = max(float(rope.get("factor") or 1.0) for rope in ropes.values())
+    if _plain(scene) and factor > 1:
+        yield _attend(scene, factor=(1 + 0.1 * math.log(factor)) ** 2)[0]
 
 
 def _window(scene: Scene, width: int) -> Iterator[Variant | Tensors]:

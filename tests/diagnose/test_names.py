@@ -24,6 +24,7 @@ KNOWN = [
     ("sink-as-zero-key", "layers.2.attn_core", wrong.zero_key),
     ("sink-in-value-sum", "layers.2.attn_core", wrong.value_sum),
     ("kv-length-padded-to-128", "layers.2.attn_core", wrong.padded),
+    ("softmax-scale-mscale", "layers.2.attn_core", wrong.mscale),
     ("hc-split-pre-comb-post", "layers.2.attn_hc", wrong.split),
     ("comb-not-transposed", "layers.3.attn_mix", wrong.untransposed),
     ("sinkhorn-from-exp", "layers.2.attn_hc", wrong.from_exp),

@@ -79,11 +79,13 @@ def reorder_experts(stage: Any, **inputs: Tensor) -> Outputs:
     return stage.run(params=params, **inputs)
 
 
-def attend(stage: Any, i: Outputs, *, sink: Tensor | None = None, zeros: int = 0, value: bool = False) -> Outputs:
+def attend(
+    stage: Any, i: Outputs, *, sink: Tensor | None = None, zeros: int = 0, value: bool = False, factor: float = 1.0
+) -> Outputs:
     """The core in fp32 on the mask that the right one returns."""
     out = stage.run(**i)
     keys = torch.cat([i["kv"], i["compressed"]], 1).float() if "compressed" in i else i["kv"].float()
-    score = torch.einsum("bshd,bjd->bhsj", i["q"].float(), keys) * keys.shape[-1] ** -0.5
+    score = torch.einsum("bshd,bjd->bhsj", i["q"].float(), keys) * keys.shape[-1] ** -0.5 * factor
     score = score.masked_fill(~out["visible"].unsqueeze(1), -torch.inf)
     extra = (stage.params["sinks"] if sink is None else sink).float().view(1, -1, 1, 1).expand(*score.shape[:3], 1)
     p = torch.cat([score, score.new_zeros(*score.shape[:3], zeros), extra], -1).softmax(-1)
@@ -103,6 +105,10 @@ def value_sum(stage: Any, **i: Tensor) -> Outputs:
 
 def padded(stage: Any, **i: Tensor) -> Outputs:
     return attend(stage, i, zeros=-i["kv"].shape[1] % 128)
+
+
+def mscale(stage: Any, **i: Tensor) -> Outputs:
+    return attend(stage, i, factor=1.2772588722239782**2)
 
 
 def split(stage: Any, **i: Tensor) -> Outputs:
