@@ -36,6 +36,8 @@ class Bench:
     command: str  # what reproduces the run, without layer, stage and mode
     declared: Sequence[Declared] = ()
     keeper: Keeper | None = None  # what --dump may write
+    diagnose: str = "none"  # first, all or none: which local FAILs are explained
+    diagnosed: int = field(init=False, default=0)  # local FAILs so far
     outputs: Mapping[str, Output] = field(init=False)  # the reference's, by wire
     promised: Mapping[str, Output] = field(init=False)  # production's, by wire
 

@@ -98,6 +98,9 @@ def _parser() -> Parser:
     )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     diff.add_argument("--backend", action="append", default=[], metavar="GLOB=torch|cuda|best")
+    diff.add_argument(
+        "--diagnose", choices=("first", "all", "none"), default="first", help="failing local rows to explain"
+    )
     diff.add_argument("--dump", metavar="DIR", help="write the first fault's (or --stage's) tensors and a repro.py")
     _view_options(diff, json=True)
 

@@ -122,7 +122,10 @@ def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) 
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
     computed = ways(plan, reference, production, replacements)
-    bench = Bench(plan, theirs, oracle, truth, mine, computed, wires, _command(case, request), case.declared, keeper)
+    command = _command(case, request)
+    bench = Bench(
+        plan, theirs, oracle, truth, mine, computed, wires, command, case.declared, keeper, diagnose=request.diagnose
+    )
     free_run = None
     if "free" in plan.modes:
         if start is not None:

@@ -43,7 +43,8 @@ def write(records: Iterable[Record], path: Path) -> None:
         elif isinstance(record, Comparison):
             soft = record.mode == "free" and record.verdict == Verdict.INCONCLUSIVE
             verdict = Verdict.SKIPPED if soft else record.verdict
-            case(_scope(record.layer), f"{record.stage}-{record.mode}", verdict, record.reason, record.seconds)
+            reason = "; ".join(filter(None, [record.reason, *(f"{c.id}: {c.line}" for c in record.causes)])) or None
+            case(_scope(record.layer), f"{record.stage}-{record.mode}", verdict, reason, record.seconds)
         elif isinstance(record, Skip):
             case(_scope(record.layer), f"{record.stage}-{record.mode}", Verdict.SKIPPED, record.reason)
         elif isinstance(record, Summary):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness import fused
+from harness import diagnose, fused
 from harness.bench import Bench
 from harness.dump import Row
 from harness.execute import Outcome, Wires, narrows, run_production, run_trusted, widen
@@ -67,6 +67,8 @@ def row(bench: Bench, step: Step) -> Iterator[Comparison | Routing | Skip]:
         if output.wire in bench.wires:
             tensors.append(_tensor(bench, step, stage, output, outcome, reference, judgement))
     record = bench.comparison(step, "local", tensors, outcome.outputs, time.perf_counter() - start)
+    if record.verdict == Verdict.FAIL:
+        record = diagnose.explained(bench, step, record, inputs, outcome.outputs, judgement.mine)
     if bench.keeper:
         truth, own = ({w: j.value for w, j in side.items()} for side in (judgement.mine, judgement.theirs))
         bench.keeper.offer(Row(stage, record, inputs, outcome.outputs, reference, truth, own, judgement.mine))

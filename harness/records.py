@@ -114,6 +114,22 @@ class Entropy:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """What may be wrong with a failing stage. ``explains``: 1 - RMS error left / RMS error, null where nothing does."""
+
+    id: str
+    status: str  # confirmed | suspected | unexplained
+    explains: float | None
+    text: str
+
+    @property
+    def line(self) -> str:
+        """The cause as one phrase."""
+        share = "" if self.explains is None else f", explains {100 * self.explains:.1f} %"
+        return f"{self.text} ({self.status}{share})"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One stage in one mode: the verdict, and the worst tensor's figures on top of its tensors."""
 
@@ -138,6 +154,7 @@ class Comparison:
     stream_rms: Mapping[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     reproduce: str = ""
+    causes: tuple[Cause, ...] = ()  # ranked, at most 5; only of rows that were diagnosed
 
 
 @dataclass(frozen=True)
@@ -273,6 +290,7 @@ class FirstFault:
     cost: float | None = None
     tensor: str | None = None
     reason: str | None = None
+    cause: Cause | None = None  # the likeliest
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from harness.records import Certification, Comparison, FirstFault, Record, Skip, Summary, Verdict, Weights
+from harness.records import Cause, Certification, Comparison, FirstFault, Record, Skip, Summary, Verdict, Weights
 
 #: exit codes (any INVALID, then any FAIL, then a local INCONCLUSIVE)
 OK, FAULT, USAGE, INVALID = 0, 1, 2, 3
@@ -38,7 +38,14 @@ class Tally:
             if record.verdict != Verdict.SKIPPED:
                 self.stages.add(record.stage)
             fault = self._note(
-                record.stage, record.mode, record.verdict, record.reason, record.margin, record.cost, record.tensor
+                record.stage,
+                record.mode,
+                record.verdict,
+                record.reason,
+                record.margin,
+                record.cost,
+                record.tensor,
+                next(iter(record.causes), None),
             )
             if record.verdict == Verdict.INCONCLUSIVE and record.mode == "local" and not self.undecided:
                 self.undecided = fault
@@ -55,8 +62,9 @@ class Tally:
         margin: float | None = None,
         cost: float | None = None,
         tensor: str | None = None,
+        cause: Cause | None = None,
     ) -> FirstFault:
-        fault = FirstFault(stage, mode, verdict, margin, cost, tensor, reason)
+        fault = FirstFault(stage, mode, verdict, margin, cost, tensor, reason, cause)
         if verdict == Verdict.INVALID:
             self.invalid.append(f"{stage} ({mode}): {reason}")
         elif verdict == Verdict.FAIL:
@@ -109,7 +117,8 @@ class Tally:
         if verdict == Verdict.INCONCLUSIVE and self.undecided:
             return f"INCONCLUSIVE: {self.undecided.stage} (local): {reason}"
         if verdict == Verdict.FAIL and fault:
-            return f"FIRST FAULT: {fault.stage} ({fault.mode}, {describe(fault)})"
+            cause = f": {fault.cause.line}" if fault.cause else ""
+            return f"FIRST FAULT: {fault.stage} ({fault.mode}, {describe(fault)}){cause}"
         return f"INVALID: {reason}"
 
 

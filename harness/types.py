@@ -8,7 +8,7 @@ wire names. Production implements these protocols by shape alone: it never impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -168,6 +168,29 @@ class Oracle(Side, Protocol):
         ``given`` holds picks that were made elsewhere: weights are then computed for those picks, in their order.
         """
         ...
+
+
+class Suspect(NamedTuple):
+    """What a stage would return with one known mistake in it: judged outputs by name, those that it reaches."""
+
+    id: str
+    text: str  # the cause in words
+    outputs: Mapping[str, Judged]
+
+
+@runtime_checkable
+class SuspectingOracle(Protocol):
+    """An oracle that can make known mistakes. Several suspects may share an id: variants of one mistake."""
+
+    def suspects(
+        self,
+        stage: str,
+        inputs: Mapping[str, Tensor],
+        produced: Mapping[str, Tensor],
+        *,
+        plan: Mapping[str, str],
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[Suspect]: ...
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,13 @@ class Checkpoint:
         divide = storage.form == "nvfp4-divided"
         return fast.nvfp4_bfloat16(parts["weight"], parts["scale"], parts["scale_2"], divide=divide)
 
+    def parts(self, entry: Entry) -> dict[str, Tensor]:
+        """The stored tensors of a scaled weight by role, with its ``input_scale`` if there is one."""
+        storage = self.storage[entry.name]
+        found = self._parts(storage)
+        name = storage.names["weight"].removesuffix("weight") + "input_scale"
+        return found | ({"input_scale": self.shards.tensor(name)} if name in self.headers else {})
+
     def decoded(self, stage: str) -> dict[str, Tensor]:
         """Every parameter of a stage by canonical leaf, exact; experts stacked ``[E, N, K]``."""
         value: dict[str, Tensor] = {}

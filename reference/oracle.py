@@ -6,12 +6,15 @@ to it exactly. The spread that a rounding plan allows around a value comes from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from harness.types import Judged, UsageError
+from harness.types import InvalidRun, Judged, Suspect, UsageError
 from reference import rope
 from reference.bounds import spread
 from reference.lift import float64, upcast
@@ -19,6 +22,9 @@ from reference.net import Net
 from reference.stages.base import HFStage, Port
 from reference.stages.graph import stages
 from reference.stages.hyper import Hyper, Mix
+
+if TYPE_CHECKING:
+    from reference.hypotheses import Variant
 
 #: inputs that index or count
 INTEGERS = frozenset({"input_ids", "positions", "lengths", "picks"})
@@ -139,6 +145,60 @@ class HFOracle:
             return self._once(node, inputs, plan)
         return self._judge(node, inputs, plan, given)
 
+    def suspects(
+        self,
+        stage: str,
+        inputs: Mapping[str, Tensor],
+        produced: Mapping[str, Tensor],
+        *,
+        plan: Mapping[str, str],
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[Suspect]:
+        """The stage with each known mistake in it, one variant after the other (``reference.hypotheses``).
+
+        Where a mistake lies in parameters or inputs, the spread is that of the stage with them; elsewhere the right
+        stage's, enlarged as the values are. Outputs of role picks are left out.
+        """
+        from reference.hypotheses import CATALOGUE, Scene, Variant  # built on this module
+
+        node = self._by_name[stage]
+        wide = {name: upcast(value) for name, value in inputs.items()}
+        outputs = node.evaluate(wide, None, given)
+        right = self.judge(stage, inputs, plan=plan, given=given)
+        scene = Scene(node, wide, outputs, produced, given)
+        values = [port.name for port in node.outputs if port.role != "picks"]
+        for known in CATALOGUE:
+            if node.kind not in known.kinds:
+                continue
+            for made in known.mutate(scene):
+                variant = made if isinstance(made, Variant) else Variant(made)
+                own = self._around(node, variant, plan, given)
+                yield Suspect(
+                    known.id,
+                    known.text,
+                    {
+                        name: _judged(value, own[name]) if name in own else _enlarged(value, right[name])
+                        for name, value in variant.outputs.items()
+                        if name in values
+                    },
+                )
+
+    def _around(
+        self, node: OracleStage, variant: Variant, plan: Mapping[str, str], given: Mapping[str, Tensor] | None
+    ) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """The spread of a stage with other parameters or inputs; empty where the formulas do not cover it."""
+        if variant.inputs is None:
+            return {}
+        changed = SimpleNamespace(
+            name=node.name, kind=node.kind, config=node.config, params={**node.params, **(variant.params or {})}
+        )
+        outputs = dict(variant.outputs)
+        used = {port.name: outputs[port.name] for port in node.outputs if port.role == "picks"} or given
+        try:
+            return spread(changed, variant.inputs, outputs | node.selection(outputs), plan, used)
+        except InvalidRun:
+            return {}
+
     def _once(self, node: OracleStage, inputs: Mapping[str, Tensor], plan: Mapping[str, str]) -> Mapping[str, Judged]:
         """The judgement of a stage on which picks have no effect: asked for both sides' picks, it is made once."""
         last = self._last
@@ -162,6 +222,14 @@ class HFOracle:
         outputs |= node.selection(outputs)
         around = spread(node, wide, outputs, plan, used)
         return {port.name: _judged(outputs[port.name], around.get(port.name)) for port in node.outputs}
+
+
+def _enlarged(value: Tensor, right: Judged) -> Judged:
+    """A changed value with the right one's spread, times the ratio of their RMS where that is above one."""
+    value = value.double().expand(right.value.shape)
+    sizes = [torch.where(t.isfinite(), t, 0.0).square().mean().sqrt() for t in (value, right.value)]
+    ratio = (sizes[0] / sizes[1]).clamp(min=1.0) if value.numel() and bool(sizes[1] > 0) else 1.0
+    return Judged(value, right.rss * ratio, right.total * ratio)
 
 
 def _judged(value: Tensor, around: tuple[Tensor, Tensor] | None) -> Judged:

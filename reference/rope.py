@@ -19,10 +19,11 @@ from reference.geometry import Geometry
 
 def frequencies(geometry: Geometry) -> dict[str, Tensor]:
     """``main`` and ``compress`` inverse frequencies, float64 ``[qk_rope_head_dim / 2]``."""
-    return {name: _one(geometry.qk_rope_head_dim, rope) for name, rope in geometry.rope.items()}
+    return {name: one(geometry.qk_rope_head_dim, rope) for name, rope in geometry.rope.items()}
 
 
-def _one(width: int, rope: Mapping[str, Any]) -> Tensor:
+def one(width: int, rope: Mapping[str, Any]) -> Tensor:
+    """Frequencies ``[width / 2]`` of one rope from its parameters, under Hugging Face's names."""
     base = float(rope["rope_theta"])
     pairs = width // 2
     plain = [base ** (-i / pairs) for i in range(pairs)]

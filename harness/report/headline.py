@@ -60,7 +60,7 @@ def first_fault(run: Run) -> FirstFault | None:
     if not bad:
         return None
     c = bad[0]
-    return FirstFault(c.stage, c.mode, c.verdict, c.margin, c.cost, c.tensor, c.reason)
+    return FirstFault(c.stage, c.mode, c.verdict, c.margin, c.cost, c.tensor, c.reason, next(iter(c.causes), None))
 
 
 def build(run: Run) -> Headline:
@@ -112,6 +112,9 @@ def _words(run: Run, verdict: str, fault: FirstFault | None) -> tuple[str, str |
     if fault:
         why = fault.reason if fault.reason else _figures(fault)
         lead = [_where(fault), why, *(line for line in lead if line not in why and why not in line)]
+        found = run.of(fault.stage, fault.mode)
+        causes = found.causes if found and found.causes else (fault.cause,) if fault.cause else ()
+        lead += [f"Cause: {cause.id}: {cause.line}" for cause in causes]
     if verdict == INTERRUPTED:
         of = f" of {run.config.planned:,} planned" if run.config and run.config.planned else ""
         lead = [f"{total}{of} on record; nothing here speaks for the rest.", *lead]
