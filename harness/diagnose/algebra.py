@@ -79,6 +79,8 @@ def _along(dims: tuple[str, ...], produced: Tensor, y: Tensor) -> Iterator[tuple
         slopes = torch.where(size > 0, (produced * y).sum(rest, keepdim=True) / size, 1.0)
         where = " and ".join(WORDS.get(dims[i], dims[i]) for i in axes)
         low, high = float(slopes.min()), float(slopes.max())
+        if high - low <= 2 * NEAR * max(abs(low), abs(high)):
+            continue  # one factor, up to rounding: said already
         yield f"factor-per-{where.replace(' and ', '-')}", f"a factor per {where}, {low:.4g} to {high:.4g}", slopes * y
 
 

@@ -38,7 +38,8 @@ class TestDiff:
         options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
         assert main(["diff", "--case", toy_case, "--layer", "1", *options]) == 1
         out = capsys.readouterr().out
-        assert re.search(r"^FIRST FAULT: layers\.1\.attn \(local, [\d.]+ × margin\)$", out.splitlines()[-1])
+        line = r"^FIRST FAULT: layers\.1\.attn \(local, [\d.]+ × margin\): one factor of 1\.5 \(suspected, explains 9"
+        assert re.search(line, out.splitlines()[-1])
         assert "FAIL layers.1.attn (local): out: " in out
         records = jsonl.read(files["json"])
         assert isinstance(records[-1], Summary)
