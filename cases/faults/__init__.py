@@ -1,0 +1,6 @@
+"""The fault catalogue: ways in which real stacks have differed from the reference, each planted in production.
+
+One file a component. Importing the package fills ``catalogue.CATALOGUE``.
+"""
+
+from cases.faults import core, sink  # noqa: F401  (they declare their faults)
