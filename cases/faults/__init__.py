@@ -3,4 +3,17 @@
 One file a component. Importing the package fills ``catalogue.CATALOGUE``.
 """
 
-from cases.faults import core, sink  # noqa: F401  (they declare their faults)
+from cases.faults import (  # noqa: F401  (they declare their faults)
+    caches,
+    compressor,
+    core,
+    experts,
+    hyper,
+    indexer,
+    norms,
+    nvfp4,
+    rope,
+    router,
+    sink,
+    waiting,
+)

@@ -1,6 +1,6 @@
 """What common acceptance tests would have said: each gate as it is usually written, on the faulted stage's outputs.
 
-production is compared with the reference's outputs on the same inputs, every floating output by itself; a gate passes
+production is compared with the reference's outputs on the same inputs, every floating output by itself (not its statistics); a gate passes
 if all of them do. Elements that are not finite on both sides (masked scores) are left out of cosine, Pearson and
 DeepGEMM's diff, and ``allclose`` takes equal infinities as close. All arithmetic is float64.
 
@@ -8,7 +8,7 @@ allclose        |production - reference| <= 1e-2 + 1e-2 |reference|          val
 cosine          <p, r> / (|p| |r|) >= 0.999
 pearson         the same of the deviations from their means >= 0.99
 diff            1 - 2 <p, r> / (<p, p> + <r, r>) < 1e-3                       (DeepGEMM's ``calc_diff``)
-top1            share of positions with the reference's first token >= 0.99, from the logits of a run that goes on from
+top1            share of positions with the reference's first token >= 0.95, from the logits of a run that goes on from
                 the faulted stage
 """
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+TOP1 = 0.95
 NAMES = ("allclose", "cosine", "pearson", "diff", "top1")
 
 
@@ -46,7 +47,7 @@ def judge(produced: Mapping[str, object], reference: Mapping[str, Tensor], top1:
         finite = [v for v in values if v is not None and math.isfinite(v)]
         whole = len(finite) == len(values)
         gates[name] = Gate(_short(worst(finite)) if whole and finite else None, whole and all(map(good, finite)))
-    gates["top1"] = Gate(_short(top1), top1 is not None and top1 >= 0.99)
+    gates["top1"] = Gate(_short(top1), top1 is not None and top1 >= TOP1)
     return gates
 
 

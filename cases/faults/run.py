@@ -12,7 +12,7 @@ from cases.faults import gates
 from cases.faults.catalogue import CATALOGUE, Fault
 from cases.faults.gates import Gate
 from cases.faults.stand import Stand, prepare
-from harness import select
+from harness.dump import Row
 from harness.records import Verdict
 from harness.types import UsageError
 
@@ -34,6 +34,7 @@ class Found:
     cost: float | None = None
     tensor: str | None = None
     gates: dict[str, Gate] = field(default_factory=dict)
+    gates_clean: dict[str, bool] = field(default_factory=dict)  # whether each passes the unchanged stage
     waits_for: str | None = None
     seconds: float = 0.0
 
@@ -80,13 +81,11 @@ def result(stand: Stand, fault: Fault, *, with_gates: bool = True) -> Found:
     made, tensors = stand.planted(fault)
     first = stand.first(made, {r.layer for r in made.values()})
     caught = any(r.verdict == Verdict.FAIL for r in made.values())
-    said: dict[str, Gate] = {}
+    said, clean = {}, {}
     if with_gates and tensors:
         name, row = next(iter(tensors.items()))
-        reference = {o.name: row.reference[o.wire] for o in row.stage.outputs if o.wire in row.reference}
-        step = next(s for s in stand.bench.plan.steps if select.matches(name, s.stage))
-        top1 = stand.top1(name, row.produced, stand.stressed(step, fault.stress))
-        said = gates.judge(row.produced, reference, top1)
+        said = _gates(stand, fault, name, row)
+        clean = stand.known((name, fault.stressed), lambda: _gates(stand, fault, name, stand.unchanged(fault)))
     return Found(
         fault.id,
         caught,
@@ -101,5 +100,14 @@ def result(stand: Stand, fault: Fault, *, with_gates: bool = True) -> Found:
         cost=first.cost if first else None,
         tensor=first.tensor if first else None,
         gates=said,
+        gates_clean={g: c.passed for g, c in clean.items()},
         seconds=time.perf_counter() - start,
     )
+
+
+def _gates(stand: Stand, fault: Fault, name: str, row: Row) -> dict[str, Gate]:
+    """The gates' word on a row's value outputs, and on the logits of a run that goes on from them."""
+    step = next(s for s in stand.bench.plan.steps if s.stage == name)
+    values = [o for o in row.stage.outputs if o.role == "value" and o.wire in row.reference]
+    top1 = stand.top1(name, row.produced, stand.stressed(step, fault.stress))
+    return gates.judge(row.produced, {o.name: row.reference[o.wire] for o in values}, top1)

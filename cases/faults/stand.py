@@ -7,7 +7,7 @@ in the clean run, so its clean row stands; only the faulted stage's row is made 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
@@ -74,6 +74,7 @@ class Stand:
 
     bench: Bench
     clean: dict[str, Comparison] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
 
     def rows(self, layers: set[int | None]) -> Sequence[Step]:
         """The steps of some layers in execution order, each with its clean row made."""
@@ -118,10 +119,19 @@ class Stand:
         wires = {**self.bench.wires, **changed}
         return wires | run_trusted(stage, wires, None, direct=False)
 
-    def control(self, fault: Fault) -> Comparison | None:
-        """The row of the unchanged stage on what the fault's scenario feeds it: it must pass."""
+    def unchanged(self, fault: Fault) -> Row:
+        """The row of the unchanged stage on what the fault's scenario feeds it, with its tensors."""
         step = next(s for s in self.bench.plan.steps if select.matches(fault.stage, s.stage))
-        return _row(replace(self.bench, wires=self.stressed(step, fault.stress)), step)
+        catch = Catch()
+        _row(replace(self.bench, wires=self.stressed(step, fault.stress), keeper=catch), step)
+        assert catch.row is not None
+        return catch.row
+
+    def known(self, key: object, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def top1(self, step: str, produced: Mapping[str, object], reference: Wires) -> float | None:
         """Share of positions whose first token is the reference's, if production goes on from what a stage produced."""
