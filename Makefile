@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 JOBS   ?= 2
 
-.PHONY: demo test check parity eval bench report format clean
+.PHONY: demo test check parity eval bench faults report format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -35,6 +35,11 @@ eval: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.checkpoints
+
+# Fails where a fault is missed; the README's table is `python -m cases.faults`.
+faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/harness faults --json reports/faults/cpu.jsonl
+	$(BIN)/python -m cases.faults
 
 report: $(READY)
 	$(BIN)/harness report reports/demo.jsonl --html reports/demo.html

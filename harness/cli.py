@@ -1,4 +1,4 @@
-"""The command line: ``harness diff | generate | list | report | checkpoint | build | doctor``.
+"""The command line: ``harness diff | generate | list | report | checkpoint | faults | build | doctor``.
 
 Only argument parsing happens here. torch, transformers and rich are imported by the command that needs them, so that
 ``--help``, ``list cases`` and usage errors answer at once.
@@ -27,7 +27,11 @@ certified, ill-conditioned, interrupted)"""
 
 
 #: commands from outside, as import strings of functions that attach a parser: the harness itself knows no checkpoint
-EXTENSIONS = ("cases.checkpoints.cli:add_parser", "cases.kernels.cli:add_parser")
+EXTENSIONS = (
+    "cases.checkpoints.cli:add_parser",
+    "cases.faults.cli:add_parser",
+    "cases.kernels.cli:add_parser",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,7 +78,7 @@ def _parser() -> Parser:
     parser = Parser(prog="harness", description="Compare a production model with its reference, stage by stage.")
     parser.add_argument("--version", action="version", version=f"harness {__version__}")
     commands = parser.add_subparsers(
-        dest="name", required=True, metavar="diff | generate | list | report | checkpoint | build | doctor"
+        dest="name", required=True, metavar="diff | generate | list | report | checkpoint | faults | build | doctor"
     )
 
     diff = commands.add_parser("diff", help="compare stages and name the first fault", epilog=EPILOG)
