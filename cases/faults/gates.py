@@ -1,7 +1,7 @@
 """What common acceptance tests would have said: each gate as it is usually written, on the faulted stage's outputs.
 
-production is compared with the reference's outputs on the same inputs, every floating output by itself (not its statistics); a gate passes
-if all of them do. Elements that are not finite on both sides (masked scores) are left out of cosine, Pearson and
+Production is compared with the reference's outputs on the same inputs, every floating output by itself (statistics
+left out); a gate passes if all of them do. Elements that are not finite on both sides (masked scores) are left out of cosine, Pearson and
 DeepGEMM's diff, and ``allclose`` takes equal infinities as close. All arithmetic is float64.
 
 allclose        |production - reference| <= 1e-2 + 1e-2 |reference|          value: the worst excess, as a ratio

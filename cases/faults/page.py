@@ -12,7 +12,8 @@ STYLE = """
 :root { color-scheme: light dark; font: 14px/1.4 system-ui, sans-serif; }
 body { margin: 2rem auto; max-width: 90rem; padding: 0 1rem; }
 table { border-collapse: collapse; } th { text-align: left; position: sticky; top: 0; background: Canvas; }
-td, th { padding: .15rem .6rem .15rem 0; border-bottom: 1px solid color-mix(in srgb, CanvasText 15%, Canvas); vertical-align: top; }
+td, th { padding: .15rem .6rem .15rem 0; vertical-align: top; }
+td, th { border-bottom: 1px solid color-mix(in srgb, CanvasText 15%, Canvas); }
 tr.missed td { color: #c22; font-weight: 600; } tr.waits td { opacity: .6; }
 td.passes { background: color-mix(in srgb, #c22 25%, Canvas); } small { opacity: .7; }
 """

@@ -106,6 +106,7 @@ class Stand:
             catch = Catch()
             bench = replace(
                 self.bench,
+                diagnose="all",
                 ways={**self.bench.ways, step.stage: way},
                 keeper=catch,
                 wires=self.stressed(step, fault.stress),
@@ -117,7 +118,7 @@ class Stand:
         return made, tensors
 
     def stressed(self, step: Step, stress: Stress | None) -> Wires:
-        """The reference's wires where a scenario feeds the stage other values: its outputs are the reference's on those."""
+        """The reference's wires where a scenario feeds the stage other values, and its outputs on these."""
         if not stress:
             return self.bench.wires
         stage = self.bench.reference[step.stage]

@@ -7,19 +7,32 @@ from pathlib import Path
 
 import pytest
 
-import cases.faults  # noqa: F401
+import cases.faults
 from cases.faults.catalogue import CATALOGUE, DERIVED, HISTORY, Fault, Scenario, add
 from cases.faults.run import choose, result
 from cases.faults.stand import Stand
 from harness import case as cases
 from harness.types import UsageError
 
-NAMED = (
-    "nvfp4-weights-not-permuted nvfp4-scales-transposed nvfp4-ws2-dropped nvfp4-input-scale-folded "
-    "fp4-viewed-as-integers experts-stacked-in-wrong-order sink-as-zero-key sink-in-value-sum kv-length-padded-to-128 "
-    "hc-split-pre-comb-post comb-not-transposed sinkhorn-from-exp pre-eps-missing q-b-norm-missing "
-    "rope-plain-instead-of-yarn hyper-head-stream-0 o-a-projection-missing"
-).split()
+NAMED = [
+    "nvfp4-weights-not-permuted",
+    "nvfp4-scales-transposed",
+    "nvfp4-ws2-dropped",
+    "nvfp4-input-scale-folded",
+    "fp4-viewed-as-integers",
+    "experts-stacked-in-wrong-order",
+    "sink-as-zero-key",
+    "sink-in-value-sum",
+    "kv-length-padded-to-128",
+    "hc-split-pre-comb-post",
+    "comb-not-transposed",
+    "sinkhorn-from-exp",
+    "pre-eps-missing",
+    "q-b-norm-missing",
+    "rope-plain-instead-of-yarn",
+    "hyper-head-stream-0",
+    "o-a-projection-missing",
+]
 FAMILY = [*NAMED, "nvfp4-ws2-dropped-in-experts", "nvfp4-ws2-dropped-in-shared-expert"]
 
 
