@@ -1,8 +1,8 @@
 """What common acceptance tests would have said: each gate as it is usually written, on the faulted stage's outputs.
 
 Production is compared with the reference's outputs on the same inputs, every floating output by itself (statistics
-left out); a gate passes if all of them do. Elements that are not finite on both sides (masked scores) are left out of cosine, Pearson and
-DeepGEMM's diff, and ``allclose`` takes equal infinities as close. All arithmetic is float64.
+left out); a gate passes if all of them do. Elements that are not finite on both sides (masked scores) are left out of
+cosine, Pearson and DeepGEMM's diff, and ``allclose`` takes equal infinities as close. All arithmetic is float64.
 
 allclose        |production - reference| <= 1e-2 + 1e-2 |reference|          value: the worst excess, as a ratio
 cosine          <p, r> / (|p| |r|) >= 0.999

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from cases.faults import gates
+from cases.faults import declared, gates  # noqa: F401  (declared fills the catalogue)
 from cases.faults.catalogue import CATALOGUE, Fault
 from cases.faults.gates import Gate
 from cases.faults.stand import Stand, prepare

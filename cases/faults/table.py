@@ -106,7 +106,7 @@ def lines(sums: Totals) -> list[str]:
         alarms = f", fails {share(sums.alarms[gate], sums.controls)} correct stages" if sums.controls else ""
         text.append(f"{title}: lets {share(sums.misses[gate], sums.runnable)} faults pass{alarms}")
     if sums.waiting:
-        text.append(f"{sums.waiting} more wait for what one process on a CPU does not have")
+        text.append(f"{sums.waiting} more cannot run yet; their rows say what they wait for")
     return text
 
 
@@ -116,7 +116,7 @@ def markdown(sums: Totals) -> str:
         "| | faults caught | correct stages failed |",
         "|---|---|---|",
         f"| **harness, local rows** | **{share(sums.caught, sums.runnable)}**, "
-        f"in the right stage {share(sums.placed, sums.runnable)} | 0 of {sums.controls} |",
+        f"in the right stage {share(sums.placed, sums.runnable)} | – |",
     ]
     rows += [
         f"| {title} | {share(sums.runnable - sums.misses[g], sums.runnable)} | {share(sums.alarms[g], sums.controls)} |"

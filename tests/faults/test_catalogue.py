@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import cases.faults
+import cases.faults.declared
 from cases.faults.catalogue import CATALOGUE, DERIVED, HISTORY, Fault, Scenario, add
 from cases.faults.run import choose, result
 from cases.faults.stand import Stand

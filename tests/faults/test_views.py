@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import cases.faults  # noqa: F401
+import cases.faults.declared  # noqa: F401
 from cases.faults import gates, page, table
 from cases.faults.catalogue import CATALOGUE
 from harness.cli import main
