@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cases.faults import gates
+from cases.faults.catalogue import HISTORY
 
 GATE_TITLES = {
     "allclose": "allclose 1e-2",
@@ -62,6 +63,8 @@ class Totals:
     explained: int  # rows for which the run named causes at all
     top1: int
     top3: int
+    history: int  # entries of the project's own history
+    history_top1: int
     misses: dict[str, int]  # gate -> faults that it lets pass
     alarms: dict[str, int]  # gate -> correct stages that it fails
     controls: int
@@ -84,6 +87,8 @@ def totals(rows: Sequence[Row]) -> Totals:
         explained=sum(bool(r["causes"]) for r in able),
         top1=sum(bool(named(r, 1)) for r in able),
         top3=sum(bool(named(r, 3)) for r in able),
+        history=sum(r["origin"] == HISTORY for r in able),
+        history_top1=sum(r["origin"] == HISTORY and bool(named(r, 1)) for r in able),
         misses={g: sum(bool(r["gates"].get(g, {}).get("passed")) for r in able) for g in gates.NAMES},
         alarms={g: sum(not c[g] for c in clean.values()) for g in gates.NAMES},
         controls=len(clean),
@@ -122,4 +127,5 @@ def markdown(sums: Totals) -> str:
         f"| {title} | {share(sums.runnable - sums.misses[g], sums.runnable)} | {share(sums.alarms[g], sums.controls)} |"
         for g, title in GATE_TITLES.items()
     ]
-    return "\n".join(rows)
+    names = f"cause named first: {share(sums.top1, sums.runnable)}; of the project's own history "
+    return "\n".join([*rows, "", f"{names}{share(sums.history_top1, sums.history)}."])

@@ -43,7 +43,7 @@ def test_history_is_there_by_name() -> None:
 
 def test_entries_are_well_formed() -> None:
     for name, entry in CATALOGUE.items():
-        assert name == entry.id == name.strip().lower()
+        assert name == entry.id == "".join(name.split())
         assert entry.origin in (HISTORY, DERIVED) or entry.origin.startswith("https://"), name
         assert bool(entry.stress) == bool(entry.stressed), name
         assert entry.waits_for or entry.scenario.case in cases.bundled(), name
