@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from harness.types import Check, DType, UsageError
+from reference import hf
 from reference import net as nets
 from reference.certify import certify
 from reference.checkpoint import Checkpoint, open_checkpoint
@@ -87,6 +88,7 @@ def model(
     """
     if dtype not in WORDS:
         raise UsageError(f"dtype: expected native or fp32, came {dtype!r}; choose one of them")
+    hf.require_version()
     opened = open_checkpoint(checkpoint)
     return HFReference(nets.build(opened, WORDS[dtype], _depth(opened, layers), device))
 

@@ -12,13 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import cache_utils, masking_utils
+from transformers import __version__, cache_utils, masking_utils
 from transformers.models.deepseek_v4 import configuration_deepseek_v4, modeling_deepseek_v4
+
+from harness.types import UsageError
 
 modeling: Any = modeling_deepseek_v4
 masking: Any = masking_utils
 caching: Any = cache_utils
 EAGER = "eager"
+OLDEST = (5, 20)  # transformers before it computes DeepSeek-V4 otherwise
+
+
+def require_version(found: str = __version__) -> None:
+    """UsageError where the installed transformers is too old to be the reference."""
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UsageError(f"transformers: expected {oldest} or later, came {found}; pip install -U transformers")
 
 
 def configuration(keywords: Mapping[str, Any]) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from harness.types import DirectStage, Reference, Stage
-from reference import build, rope
+from harness.types import DirectStage, Reference, Stage, UsageError
+from reference import build, hf, rope
 from reference.manifest import entries
 from reference.nvfp4 import decode, to_bfloat16
 from tests.reference.conftest import write
@@ -161,3 +161,14 @@ def test_frequencies(native: build.HFReference) -> None:
         assert value <= plain[i] * (1 + 1e-15)
         if turns[i] < 160000 ** (-1 / 8):
             assert value == pytest.approx(plain[i] / 16, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("found", "good"), [("5.19.3", False), ("4.60.0", False), ("5.20.0", True), ("6.0.0.dev0", True)]
+)
+def test_an_old_transformers_is_bad_input(found: str, good: bool) -> None:
+    if good:
+        hf.require_version(found)
+        return
+    with pytest.raises(UsageError, match=rf"expected 5\.20 or later, came {found}"):
+        hf.require_version(found)
