@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 JOBS   ?= 2
 
-.PHONY: demo test check parity eval bench faults report format clean
+.PHONY: demo test test-all check parity eval bench faults report format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ demo: $(READY)
 
 # One thread a worker: JOBS workers of several threads each would only wait for one another.
 test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q -m "not slow"
+
+# With the few that take long and repeat a check of `test` on longer inputs.
+test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
 
 check: $(READY)
