@@ -194,6 +194,7 @@ def _diff(args: argparse.Namespace) -> int:
         "replace": tuple(args.replace),
         "backend": tuple(args.backend),
         "direct_residual": args.direct_residual,
+        "diagnose": args.diagnose,
         "phase": args.phase if args.phase is not None else case.phase,
     }
     from harness.diff import diff

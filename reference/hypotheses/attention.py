@@ -34,7 +34,7 @@ def _attend(
 
 
 def _plain(scene: Scene) -> bool:
-    """Whether the call has no cache: its keys are the tokens of the call and the compressed entries."""
+    """Whether the keys are tokens, the call's own last, and then compressed entries."""
     return set(scene.inputs) <= {"q", "kv", "compressed", "picks", "positions", "lengths"}
 
 
@@ -53,7 +53,7 @@ def value_sum(scene: Scene) -> Iterator[Variant | Tensors]:
         return
     found, keys = _attend(scene)
     mass = found["sink_mass"].unsqueeze(-1)  # [B, S, H, 1]
-    own = scene.inputs["kv"].unsqueeze(2)  # [B, S, 1, D]
+    own = scene.inputs["kv"][:, -mass.shape[1] :].unsqueeze(2)  # [B, S, 1, D]; from a cache, more keys come first
     for value in (keys[:, None, :1], keys[:, None, -1:], own, torch.ones_like(own)):
         yield {"out": found["out"] + mass * value}
     yield {"out": found["out"] / (1 - mass)}  # renormalised once the sink's column is gone
@@ -86,7 +86,8 @@ def padded(scene: Scene) -> Iterator[Variant | Tensors]:
         return
     tokens = scene.inputs["kv"].shape[1]
     joined = scene.outputs["visible"].shape[-1]
-    for extra in sorted({-tokens % PAGE, -joined % PAGE} - {0}):
+    length = int(scene.inputs["lengths"].max())  # of the whole sequence, where the call continues one
+    for extra in sorted({-count % PAGE for count in (tokens, joined, length)} - {0}):
         yield _attend(scene, phantoms=extra)[0]
 
 
@@ -103,7 +104,8 @@ def _window(scene: Scene, width: int) -> Iterator[Variant | Tensors]:
         return
     seen, tokens = scene.outputs["visible"].bool().clone(), scene.inputs["kv"].shape[1]
     at = scene.inputs["positions"]
-    back = at.unsqueeze(2) - at.unsqueeze(1)  # [B, S, S]
+    earlier = torch.arange(at.shape[1] - tokens, 0) + at[:, :1]  # of keys from a cache, [B, L - S]
+    back = at.unsqueeze(2) - torch.cat([earlier, at], dim=1).unsqueeze(1)  # [B, S, L]
     seen[..., :tokens] = (back >= 0) & (back < width)
     yield _attend(scene, visible=seen)[0]
 

@@ -80,10 +80,19 @@ def reorder_experts(stage: Any, **inputs: Tensor) -> Outputs:
 
 
 def attend(
-    stage: Any, i: Outputs, *, sink: Tensor | None = None, zeros: int = 0, value: bool = False, factor: float = 1.0
+    stage: Any,
+    i: Outputs,
+    *,
+    sink: Tensor | None = None,
+    zeros: int = 0,
+    value: bool = False,
+    factor: float = 1.0,
+    hidden: Tensor | None = None,
 ) -> Outputs:
-    """The core in fp32 on the mask that the right one returns."""
+    """The core in fp32 on the mask that the right one returns, without what is ``hidden`` ``[B, S, J]``."""
     out = stage.run(**i)
+    if hidden is not None:
+        out = {**out, "visible": out["visible"] & ~hidden}
     keys = torch.cat([i["kv"], i["compressed"]], 1).float() if "compressed" in i else i["kv"].float()
     score = torch.einsum("bshd,bjd->bhsj", i["q"].float(), keys) * keys.shape[-1] ** -0.5 * factor
     score = score.masked_fill(~out["visible"].unsqueeze(1), -torch.inf)
@@ -105,6 +114,16 @@ def value_sum(stage: Any, **i: Tensor) -> Outputs:
 
 def padded(stage: Any, **i: Tensor) -> Outputs:
     return attend(stage, i, zeros=-i["kv"].shape[1] % 128)
+
+
+def narrow(stage: Any, **i: Tensor) -> Outputs:
+    """A window of 127 keys, the query's own included; keys of a cache come before the call's."""
+    length, total = i["positions"].shape[1], i["kv"].shape[1]
+    entries = i["compressed"].shape[1] if "compressed" in i else 0
+    query = torch.arange(total - length, total).unsqueeze(1)
+    oldest = query - torch.arange(total + entries) == 127
+    oldest[:, total:] = False
+    return attend(stage, i, hidden=oldest.unsqueeze(0))
 
 
 def mscale(stage: Any, **i: Tensor) -> Outputs:
