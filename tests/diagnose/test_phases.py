@@ -16,7 +16,7 @@ WRONG = Path(__file__).with_name("wrong.py")
 
 @pytest.mark.parametrize(
     ("phase", "id", "function"),
-    [("decode:1", "sink-in-value-sum", "value_sum"), ("chunk:200", "window-off-by-one", "narrow")],
+    [("decode:1", "sink-in-value-sum", "value_sum"), ("chunk:80", "window-off-by-one", "narrow")],
 )
 def test_a_call_on_caches(lab: Lab, monkeypatch: pytest.MonkeyPatch, phase: str, id: str, function: str) -> None:
     monkeypatch.setattr(sides, "reference", lambda *_: lab.sides[0])
