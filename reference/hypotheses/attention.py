@@ -15,9 +15,18 @@ PAGE = 128
 
 
 def _attend(
-    scene: Scene, *, visible: Tensor | None = None, sink: Tensor | None = None, phantoms: int = 0, factor: float = 1.0
+    scene: Scene,
+    *,
+    visible: Tensor | None = None,
+    sink: Tensor | None = None,
+    phantoms: Tensor | int = 0,
+    factor: float = 1.0,
+    counted: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The core with another mask ``[B, S, J]``, sink ``[H]`` (-inf: none), zero keys or logit factor; and its keys."""
+    """The core with another mask ``[B, S, J]``, sink ``[H]`` (-inf: none), zero keys or logit factor; and its keys.
+
+    ``phantoms``: how many keys of zeros each query sees, one number or ``[B, S]``; ``counted``: entropy sees them too.
+    """
     i = scene.inputs
     keys = torch.cat([i["kv"], i["compressed"]], dim=1) if "compressed" in i else i["kv"]  # [B, J, D]
     seen = scene.outputs["visible"] if visible is None else visible
@@ -25,16 +34,21 @@ def _attend(
     scale = float(str(scene.stage.config["scaling"])) * factor
     logits = torch.einsum("bshd,bjd->bshj", i["q"], keys) * scale
     logits = logits.masked_fill(~seen.bool().unsqueeze(2), float("-inf"))
-    total = torch.logsumexp(torch.cat([logits, logits.new_zeros(*logits.shape[:-1], phantoms)], dim=-1), dim=-1)
+    real = torch.logsumexp(logits, dim=-1)  # [B, S, H]
+    number = torch.as_tensor(phantoms, dtype=torch.float64).expand(seen.shape[:2]).unsqueeze(-1)
+    total = torch.logaddexp(real, number.log())  # the logit of a key of zeros is 0
     lse = torch.logaddexp(total, sinks.expand_as(total))
     out = torch.einsum("bshj,bjd->bshd", torch.exp(logits - lse.unsqueeze(-1)), keys)
-    entropy = torch.special.entr(torch.softmax(logits, dim=-1)).sum(-1)
+    base = total if counted else real
+    entropy = torch.special.entr(torch.exp(logits - base.unsqueeze(-1))).sum(-1)
+    if counted:
+        entropy = entropy + number * torch.special.entr(torch.exp(-total))
     found = {"out": out, "visible": seen, "lse": lse, "entropy": entropy, "sink_mass": torch.exp(sinks - lse)}
     return found, keys
 
 
 def _plain(scene: Scene) -> bool:
-    """Whether the call has no cache: its keys are the tokens of the call and the compressed entries."""
+    """Whether the keys are tokens, the call's own last, and then compressed entries."""
     return set(scene.inputs) <= {"q", "kv", "compressed", "picks", "positions", "lengths"}
 
 
@@ -53,7 +67,7 @@ def value_sum(scene: Scene) -> Iterator[Variant | Tensors]:
         return
     found, keys = _attend(scene)
     mass = found["sink_mass"].unsqueeze(-1)  # [B, S, H, 1]
-    own = scene.inputs["kv"].unsqueeze(2)  # [B, S, 1, D]
+    own = scene.inputs["kv"][:, -mass.shape[1] :].unsqueeze(2)  # [B, S, 1, D]; from a cache, more keys come first
     for value in (keys[:, None, :1], keys[:, None, -1:], own, torch.ones_like(own)):
         yield {"out": found["out"] + mass * value}
     yield {"out": found["out"] / (1 - mass)}  # renormalised once the sink's column is gone
@@ -84,18 +98,27 @@ def sink_slice(scene: Scene) -> Iterator[Variant | Tensors]:
 def padded(scene: Scene) -> Iterator[Variant | Tensors]:
     if not _plain(scene):
         return
-    tokens = scene.inputs["kv"].shape[1]
-    joined = scene.outputs["visible"].shape[-1]
-    for extra in sorted({-tokens % PAGE, -joined % PAGE} - {0}):
-        yield _attend(scene, phantoms=extra)[0]
+    seen, tokens = scene.outputs["visible"].bool(), scene.inputs["kv"].shape[1]
+    joined = seen.shape[-1]
+    length = int(scene.inputs["lengths"].max())  # of the whole sequence, where the call continues one
+    constant = {-count % PAGE for count in (tokens, joined, joined - tokens, length)} - {0}
+    own = (-part.sum(-1) % PAGE for part in (seen, seen[..., :tokens]))  # each query's list of keys, filled up
+    numbers: list[Tensor | int] = [*sorted(constant), *own]
+    for extra in numbers:
+        for counted in (False, True):
+            yield _attend(scene, phantoms=extra, counted=counted)[0]
 
 
-@hypothesis("softmax-scale-mscale", "attn_core", "YaRN's amplitude is squared into the softmax scale")
+@hypothesis(
+    "softmax-scale-mscale", "attn_core", "YaRN's amplitude, or its square, is multiplied into the softmax scale"
+)
 def mscale(scene: Scene) -> Iterator[Variant | Tensors]:
     ropes = cast(Mapping[str, Mapping[str, float]], scene.stage.config["rope_parameters"])
     factor = max(float(rope.get("factor") or 1.0) for rope in ropes.values())
     if _plain(scene) and factor > 1:
-        yield _attend(scene, factor=(1 + 0.1 * math.log(factor)) ** 2)[0]
+        amplitude = 1 + 0.1 * math.log(factor)
+        yield _attend(scene, factor=amplitude)[0]
+        yield _attend(scene, factor=amplitude**2)[0]
 
 
 def _window(scene: Scene, width: int) -> Iterator[Variant | Tensors]:
@@ -103,7 +126,8 @@ def _window(scene: Scene, width: int) -> Iterator[Variant | Tensors]:
         return
     seen, tokens = scene.outputs["visible"].bool().clone(), scene.inputs["kv"].shape[1]
     at = scene.inputs["positions"]
-    back = at.unsqueeze(2) - at.unsqueeze(1)  # [B, S, S]
+    earlier = torch.arange(at.shape[1] - tokens, 0) + at[:, :1]  # of keys from a cache, [B, L - S]
+    back = at.unsqueeze(2) - torch.cat([earlier, at], dim=1).unsqueeze(1)  # [B, S, L]
     seen[..., :tokens] = (back >= 0) & (back < width)
     yield _attend(scene, visible=seen)[0]
 

@@ -12,6 +12,7 @@ from reference.hypotheses.base import Scene, Tensors, Variant, hypothesis
 from reference.rope import one
 
 ROTATIONS = "q_rope kv_rope attn_unrope"
+POOLS = "compressor indexer"
 
 
 def _tables(scene: Scene, change: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -44,7 +45,9 @@ def yarn_everywhere(scene: Scene) -> Iterator[Variant | Tensors]:
         yield _tables(scene, {"main": {**ropes["compress"], **theta}})
 
 
-@hypothesis("rope-one-theta-for-all-layers", f"rope_cache {ROTATIONS}", "one rope base (or table) serves all layers")
+@hypothesis(
+    "rope-one-theta-for-all-layers", f"rope_cache {ROTATIONS} {POOLS}", "one rope base (or table) serves all layers"
+)
 def one_theta(scene: Scene) -> Iterator[Variant | Tensors]:
     i = scene.inputs
     if scene.stage.kind == "rope_cache":
@@ -52,11 +55,52 @@ def one_theta(scene: Scene) -> Iterator[Variant | Tensors]:
         yield _tables(scene, {"compress": {"rope_theta": theta["main"]}})
         yield _tables(scene, {"main": {"rope_theta": theta["compress"]}})
         return
+    if scene.stage.kind in POOLS.split():
+        yield _turned(scene, queries=True, rope="main")
+        yield _turned(scene, rope="main")
+        return
     pairs = {f"{a}_{part}": i[f"{b}_{part}"] for a, b in (("main", "compress"), ("compress", "main")) for part in PARTS}
     yield scene.again(None, **pairs)
 
 
 PARTS = ("cos", "sin")
+
+
+class _Table(torch.nn.Module):
+    """A module's table with the positions of its keys (and, if asked, of its queries) or the rope changed."""
+
+    def __init__(self, inner: torch.nn.Module, query: Tensor, queries: bool, rope: str | None, step: int | None):
+        super().__init__()
+        self.inner, self.query, self.queries, self.rope, self.step = inner, query, queries, rope, step
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Any:
+        if self.queries or not torch.equal(position_ids, self.query):  # a key's position is never its query's
+            layer_type = self.rope or layer_type
+            if self.step is not None:
+                position_ids = position_ids // self.step if self.step else torch.zeros_like(position_ids)
+        return self.inner(x, position_ids=position_ids, layer_type=layer_type)
+
+
+def _turned(scene: Scene, *, queries: bool = False, rope: str | None = None, step: int | None = None) -> Tensors:
+    """A compressor or indexer whose own table is changed: another rope, or positions over ``step`` (0: all zero)."""
+    children = cast(Any, scene.stage.inner).module._modules
+    right = children["rotary_emb"]
+    children["rotary_emb"] = _Table(right, scene.inputs["positions"].long(), queries, rope, step)
+    try:
+        return scene.stage.evaluate(scene.inputs, None, scene.given)
+    finally:
+        children["rotary_emb"] = right
+
+
+@hypothesis("compressed-rope-missing", POOLS, "compressed entries are not rotated")
+def unturned(scene: Scene) -> Iterator[Variant | Tensors]:
+    yield _turned(scene, step=0)
+    yield _turned(scene, queries=True, step=0)
+
+
+@hypothesis("compressed-rope-at-pool-index", POOLS, "an entry is rotated by its index, not by its window's position")
+def pool_index(scene: Scene) -> Iterator[Variant | Tensors]:
+    yield _turned(scene, step=int(cast(Any, scene.stage.inner).module.compress_rate))
 
 
 @hypothesis("yarn-amplitude-on-cos-sin", "rope_cache", "YaRN's amplitude is multiplied into cosines and sines")
@@ -88,4 +132,4 @@ def halves(scene: Scene) -> Iterator[Variant | Tensors]:
     yield {name: turned}
 
 
-ALL = (plain, yarn_everywhere, one_theta, amplitude, not_back, twice, halves)
+ALL = (plain, yarn_everywhere, one_theta, amplitude, not_back, twice, halves, unturned, pool_index)

@@ -22,12 +22,14 @@ CASE = Path(__file__).parents[2] / "cases" / "tiny.toml"
 
 
 class Lab:
-    """Local rows of single stages on the default case."""
+    """Local rows of single stages on the first tokens of the default case."""
 
     def __init__(self) -> None:
-        case = cases.load(str(CASE))
-        reference = sides.reference(case.reference, case.checkpoint, case.dtype)
-        production = sides.production(case.production, case.checkpoint, case.dtype)
+        self.case = case = cases.load(str(CASE)).override(length=170)  # beyond the window, and no multiple of 4
+        self.sides = reference, production = (
+            sides.reference(case.reference, case.checkpoint, case.dtype),
+            sides.production(case.production, case.checkpoint, case.dtype),
+        )
         plan = make_plan(reference.stages, production.stages, Request(modes=("local",)))
         oracle = reference.oracle()
         wires = compose(reference.stages, plan.compose, cases.inputs(case, cases.sequence(case)))

@@ -24,7 +24,11 @@ KNOWN = [
     ("sink-as-zero-key", "layers.2.attn_core", wrong.zero_key),
     ("sink-in-value-sum", "layers.2.attn_core", wrong.value_sum),
     ("kv-length-padded-to-128", "layers.2.attn_core", wrong.padded),
+    ("kv-length-padded-to-128", "layers.2.attn_core", wrong.filled),
     ("softmax-scale-mscale", "layers.2.attn_core", wrong.mscale),
+    ("softmax-scale-mscale", "layers.2.attn_core", wrong.mscale_squared),
+    ("compressed-rope-missing", "layers.2.compressor", wrong.unrotated),
+    ("rope-one-theta-for-all-layers", "layers.2.compressor", wrong.by_main_table),
     ("hc-split-pre-comb-post", "layers.2.attn_hc", wrong.split),
     ("comb-not-transposed", "layers.3.attn_mix", wrong.untransposed),
     ("sinkhorn-from-exp", "layers.2.attn_hc", wrong.from_exp),
@@ -36,7 +40,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("id", "stage", "function"), KNOWN, ids=[f"{k[0]}-{k[1]}" for k in KNOWN])
+@pytest.mark.parametrize(("id", "stage", "function"), KNOWN, ids=[f"{k[0]}-{k[1]}-{n}" for n, k in enumerate(KNOWN)])
 def test_a_known_fault_is_named_first(lab: Lab, id: str, stage: str, function: Any) -> None:
     record = lab.row(stage, function)
     assert record.verdict == "FAIL"

@@ -80,10 +80,19 @@ def reorder_experts(stage: Any, **inputs: Tensor) -> Outputs:
 
 
 def attend(
-    stage: Any, i: Outputs, *, sink: Tensor | None = None, zeros: int = 0, value: bool = False, factor: float = 1.0
+    stage: Any,
+    i: Outputs,
+    *,
+    sink: Tensor | None = None,
+    zeros: int = 0,
+    value: bool = False,
+    factor: float = 1.0,
+    hidden: Tensor | None = None,
 ) -> Outputs:
-    """The core in fp32 on the mask that the right one returns."""
+    """The core in fp32 on the mask that the right one returns, without what is ``hidden`` ``[B, S, J]``."""
     out = stage.run(**i)
+    if hidden is not None:
+        out = {**out, "visible": out["visible"] & ~hidden}
     keys = torch.cat([i["kv"], i["compressed"]], 1).float() if "compressed" in i else i["kv"].float()
     score = torch.einsum("bshd,bjd->bhsj", i["q"].float(), keys) * keys.shape[-1] ** -0.5 * factor
     score = score.masked_fill(~out["visible"].unsqueeze(1), -torch.inf)
@@ -107,8 +116,57 @@ def padded(stage: Any, **i: Tensor) -> Outputs:
     return attend(stage, i, zeros=-i["kv"].shape[1] % 128)
 
 
+def filled(stage: Any, **i: Tensor) -> Outputs:
+    """Every query's list of keys is filled up to a multiple of 128 with keys of zeros, which its entropy counts."""
+    out = stage.run(**i)
+    keys = torch.cat([i["kv"], i["compressed"]], 1).float()
+    score = torch.einsum("bshd,bjd->bshj", i["q"].float(), keys) * keys.shape[-1] ** -0.5
+    score = score.masked_fill(~out["visible"].unsqueeze(2), -torch.inf)
+    more = torch.arange(128) < (-out["visible"].sum(-1) % 128).unsqueeze(-1)  # [B, S, 128]
+    zeros = torch.where(more, 0.0, -torch.inf).unsqueeze(2).expand(*score.shape[:3], 128)
+    every = torch.cat([score, zeros], -1)
+    sink = stage.params["sinks"].float().expand(score.shape[:3])
+    lse = torch.logaddexp(every.logsumexp(-1), sink)
+    result = torch.einsum("bshj,bjd->bshd", (score - lse.unsqueeze(-1)).exp(), keys).to(out["out"].dtype)
+    entropy = torch.special.entr(every.softmax(-1)).sum(-1)
+    return {**out, "out": result, "lse": lse, "entropy": entropy, "sink_mass": (sink - lse).exp()}
+
+
+def narrow(stage: Any, **i: Tensor) -> Outputs:
+    """A window of 127 keys, the query's own included; keys of a cache come before the call's."""
+    length, total = i["positions"].shape[1], i["kv"].shape[1]
+    entries = i["compressed"].shape[1] if "compressed" in i else 0
+    query = torch.arange(total - length, total).unsqueeze(1)
+    oldest = query - torch.arange(total + entries) == 127
+    oldest[:, total:] = False
+    return attend(stage, i, hidden=oldest.unsqueeze(0))
+
+
 def mscale(stage: Any, **i: Tensor) -> Outputs:
+    return attend(stage, i, factor=1.2772588722239782)
+
+
+def mscale_squared(stage: Any, **i: Tensor) -> Outputs:
     return attend(stage, i, factor=1.2772588722239782**2)
+
+
+def entries(stage: Any, i: Outputs, step: int) -> Outputs:
+    """Entry t is turned by t * step at the plain frequencies of the sliding layers."""
+    out = stage.run(**i)
+    x = out["pooled"].float()
+    x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * stage.params["kv_norm.weight"].float()
+    angle = step * torch.arange(x.shape[1]).unsqueeze(-1) * 10000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    a, b, cos, sin = x[..., -64::2].clone(), x[..., -63::2].clone(), angle.cos(), angle.sin()
+    x[..., -64::2], x[..., -63::2] = a * cos - b * sin, b * cos + a * sin
+    return {**out, "keys": x.to(out["keys"].dtype)}
+
+
+def unrotated(stage: Any, **i: Tensor) -> Outputs:
+    return entries(stage, i, 0)
+
+
+def by_main_table(stage: Any, **i: Tensor) -> Outputs:
+    return entries(stage, i, 4)
 
 
 def split(stage: Any, **i: Tensor) -> Outputs:

@@ -50,6 +50,18 @@ class TestDiff:
         assert failed[0] == "layers.1.attn-local"
         assert int(suite.get("failures", "0")) == len(failed)
 
+    @pytest.mark.parametrize(("wanted", "diagnosed"), [("first", 1), ("all", 2), ("none", 0)])
+    def test_what_is_diagnosed(
+        self, toy_case: str, tmp_path: Path, wanted: str, diagnosed: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for stage in ("layers.0.proj", "layers.1.attn"):
+            toy.FAULTS[stage] = lambda outputs, inputs: {n: 1.5 * t for n, t in outputs.items()}
+        path = tmp_path / "run.jsonl"
+        assert main(["diff", "--case", toy_case, "--mode", "local", "--diagnose", wanted, "--json", str(path)]) == 1
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert sum('"causes":[{' in line.replace(" ", "") for line in lines) == diagnosed
+        assert ("suspected" in capsys.readouterr().out.splitlines()[-1]) == bool(diagnosed)
+
     def test_report_shows_the_same_again(
         self, toy_case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
