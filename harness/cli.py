@@ -65,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
+    import gc
+
     from harness.early import Signals
 
+    gc.set_threshold(100_000, 50, 50)  # importing torch and transformers makes a million objects that all stay
     Signals.last = True
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
