@@ -1,4 +1,7 @@
-"""``make bench``: measure, print a table, write reports/bench/cpu.json and README.md's table. The exit code is 1 if a limit is exceeded."""
+"""``make bench``: measure, print a table, write reports/bench/cpu.json and the README's table.
+
+The exit code is 1 if a limit is exceeded.
+"""
 
 from __future__ import annotations
 
