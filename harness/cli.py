@@ -105,6 +105,7 @@ def _parser() -> Parser:
     )
     diff.add_argument("--replace", action="append", default=[], metavar="GLOB=path.py:function")
     diff.add_argument("--backend", action="append", default=[], metavar="GLOB=torch|cuda|best")
+    diff.add_argument("--isolate", action="store_true", help="every production stage in a process of its own")
     diff.add_argument(
         "--diagnose", choices=("first", "all", "none"), default="first", help="failing local rows to explain"
     )
@@ -198,6 +199,7 @@ def _diff(args: argparse.Namespace) -> int:
         "backend": tuple(args.backend),
         "direct_residual": args.direct_residual,
         "diagnose": args.diagnose,
+        "isolate": args.isolate,
         "phase": args.phase if args.phase is not None else case.phase,
     }
     from harness.diff import diff

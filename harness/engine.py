@@ -6,10 +6,11 @@ write, show and stop at any time.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,6 +24,7 @@ from harness.case import Case
 from harness.dump import Keeper
 from harness.execute import Way, compose
 from harness.free import FreeRun
+from harness.isolate import Isolation
 from harness.local import row as local_row
 from harness.phase import parse
 from harness.plan import Plan, Request, make_plan
@@ -61,22 +63,27 @@ def run(case: Case, request: Request, clock: Clock | None = None, keeper: Keeper
     """
     clock, tally = clock or Clock(), Tally()
     try:
-        for record in _records(case, request, clock, keeper):
-            tally.add(record)
-            yield record
+        with ExitStack() as open_until_the_end:
+            for record in _records(case, request, clock, keeper, open_until_the_end):
+                tally.add(record)
+                yield record
     except InvalidRun as error:
         yield tally.summary(clock.total(), error=str(error))
     else:
         yield tally.summary(clock.total())
 
 
-def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) -> Iterator[Record]:
+def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None, context: ExitStack) -> Iterator[Record]:
     ids = cases.sequence(case)
     replacements = functions(request)
     with clock.phase("load"):
         reference = sides.reference(case.reference, case.checkpoint, case.dtype)
         production = sides.backed(sides.production(case.production, case.checkpoint, case.dtype), request.backend)
         sizes = _sizes(case, request, ids)
+        if sizes and request.isolate:
+            raise UsageError(
+                f"--isolate with --phase {request.phase}: a process serves one call without caches; drop one"
+            )
         if sizes:
             reference = cast(StepReference, history.stepped(reference, "reference"))
             production = history.stepped(production, "production")
@@ -122,6 +129,9 @@ def _records(case: Case, request: Request, clock: Clock, keeper: Keeper | None) 
             wires = compose(reference.stages, plan.compose, inputs, plan.direct)
 
     computed = ways(plan, reference, production, replacements)
+    if request.isolate:
+        isolation = context.enter_context(Isolation(case, request.backend))
+        computed = {name: dataclasses.replace(way, elsewhere=isolation.run) for name, way in computed.items()}
     command = _command(case, request)
     bench = Bench(
         plan, theirs, oracle, truth, mine, computed, wires, command, case.declared, keeper, diagnose=request.diagnose
@@ -219,6 +229,8 @@ def _command(case: Case, request: Request) -> str:
         words += ["--replace", text]
     if request.direct_residual:
         words.append("--direct-residual")
+    if request.isolate:
+        words.append("--isolate")
     if request.phase != case.phase:
         words += ["--phase", request.phase]
     return shlex.join(words)

@@ -6,7 +6,7 @@ as an ``Outcome`` with an error, because it is a finding; what goes wrong on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,10 @@ class Way:
     reference_dtypes: Mapping[str, str] = field(default_factory=dict)  # wire -> dtype
     function: Function | None = None
     target: str = ""
+    elsewhere: Elsewhere | None = None  # runs it in a process of its own (harness.isolate)
+
+
+Elsewhere = Callable[[Way, Mapping[str, Tensor], Mapping[str, Tensor] | None], Outcome]
 
 
 @torch.no_grad()
@@ -99,8 +103,12 @@ def run_production(way: Way, wires: Mapping[str, Tensor], replay: Mapping[str, T
     stage = way.stage
     if way.reference:
         return Outcome(_as_reference(way, wires, replay))
+    if way.elsewhere is not None:
+        return way.elsewhere(way, wires, replay)
     if way.function is not None:
-        return Outcome(replace.call(way.function, way.target, stage, gather(stage, wires), replay))
+        outcome = Outcome(replace.call(way.function, way.target, stage, gather(stage, wires), replay))
+        _synchronise(stage)
+        return outcome
     try:
         if way.direct:
             outputs: Any = stage.direct(**gather(stage, wires, optional=True))  # type: ignore[attr-defined]
@@ -109,10 +117,25 @@ def run_production(way: Way, wires: Mapping[str, Tensor], replay: Mapping[str, T
         else:
             outputs = stage.run(**gather(stage, wires))
     except Exception as error:  # whatever production raises is the finding
+        _synchronise(stage)
         return Outcome(error=f"raised {one_line(error)}")
+    _synchronise(stage)
     if not isinstance(outputs, Mapping):
         return Outcome(error=f"returned {type(outputs).__name__}, expected a dict by output name")
     return Outcome({name: t.detach() if isinstance(t, Tensor) else t for name, t in outputs.items()})
+
+
+def _synchronise(stage: Stage) -> None:
+    """Wait for the GPU: what a kernel broke must be laid to the stage that launched it, not to a later one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        raise InvalidRun(
+            f"{stage.name} left the GPU unusable, so nothing after it means anything: {one_line(error)}; "
+            "--isolate runs every stage in a process of its own and goes on"
+        ) from error
 
 
 def _as_reference(way: Way, wires: Mapping[str, Tensor], replay: Mapping[str, Tensor] | None) -> dict[str, object]:

@@ -118,7 +118,7 @@ class FreeRun:
             return outcome, None
 
         def rerun() -> dict[str, object]:
-            return dict(run_production(Way(stage), self.mine, given).outputs)
+            return dict(run_production(Way(stage, elsewhere=way.elsewhere), self.mine, given).outputs)
 
         outputs, note = replay.align(stage, outcome.outputs, given, rerun if way.function else None)
         return Outcome(outputs), note

@@ -30,6 +30,7 @@ class Request:
     replace: tuple[str, ...] = ()  # GLOB=path.py:function
     direct_residual: bool = False
     backend: tuple[str, ...] = ()  # GLOB=torch|cuda|best, later ones win
+    isolate: bool = False  # every production stage in a process of its own
     diagnose: str = "first"  # which local FAILs are explained: first, all or none
     phase: str = ""  # prefill, chunk:SIZES or decode:K: the compared call continues from caches (harness.phase)
 
