@@ -28,6 +28,7 @@ certified, ill-conditioned, interrupted)"""
 
 #: commands from outside, as import strings of functions that attach a parser: the harness itself knows no checkpoint
 EXTENSIONS = (
+    "harness.bisect.cli:add_parser",
     "cases.checkpoints.cli:add_parser",
     "cases.faults.cli:add_parser",
     "cases.kernels.cli:add_parser",
@@ -90,12 +91,7 @@ def _parser() -> Parser:
     diff.add_argument("--stage", action="append", default=[], metavar="GLOB", help="only these stages; repeatable")
     diff.add_argument("--mode", choices=("local", "free", "both"), default="both")
     _case_options(diff)
-    text = diff.add_mutually_exclusive_group()
-    text.add_argument("--prompt", metavar="TEXT", help="text, by the checkpoint's tokenizer")
-    text.add_argument("--tokens", metavar="ID,ID,...", help="token ids")
-    diff.add_argument("--length", metavar="S", help="repeat or cut the tokens to this many")
-    diff.add_argument("--batch", metavar="B", help="rows; row b is the sequence rotated by 7 b")
-    diff.add_argument("--dtype", choices=("native", "fp32"), help="fp32 tells a logic error from rounding")
+    _text_options(diff)
     diff.add_argument("--bypass", action="append", default=[], metavar="GLOB=production|reference|direct")
     diff.add_argument("--direct-residual", action="store_true", help="direct on every hyper-connection and mix")
     diff.add_argument(
@@ -151,6 +147,15 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--checkpoint", metavar="DIR", help="a checkpoint folder, with the default case's text")
 
 
+def _text_options(parser: argparse.ArgumentParser) -> None:
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="text, by the checkpoint's tokenizer")
+    text.add_argument("--tokens", metavar="ID,ID,...", help="token ids")
+    parser.add_argument("--length", metavar="S", help="repeat or cut the tokens to this many")
+    parser.add_argument("--batch", metavar="B", help="rows; row b is the sequence rotated by 7 b")
+    parser.add_argument("--dtype", choices=("native", "fp32"), help="fp32 tells a logic error from rounding")
+
+
 def _view_options(parser: argparse.ArgumentParser, *, json: bool) -> None:
     if json:
         parser.add_argument("--json", metavar="FILE", help="write the records as JSON lines")
@@ -169,7 +174,8 @@ def _case(args: argparse.Namespace) -> Any:
     return case.load(args.case or "tiny")
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _changed_case(args: argparse.Namespace) -> Any:
+    """The case with the text options of the command line."""
     changes = {
         "prompt": args.prompt,
         "tokens": None if args.tokens is None else _tokens(args.tokens),
@@ -177,7 +183,6 @@ def _diff(args: argparse.Namespace) -> int:
         "batch": _whole("--batch", args.batch),
         "dtype": args.dtype,
     }
-    files = _files(args)
     given = [
         word
         for name in ("prompt", "tokens", "length", "batch", "dtype")
@@ -189,7 +194,12 @@ def _diff(args: argparse.Namespace) -> int:
 
         select.ranges(args.layer)  # before anything is loaded
     case = _case(args).override(**changes)
-    case = case.override(argument=(*case.argument, *given))
+    return case.override(argument=(*case.argument, *given))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    files = _files(args)
+    case = _changed_case(args)
     request = {
         "layers": args.layer if args.layer is not None else case.layers,
         "stages": tuple(args.stage),

@@ -74,7 +74,7 @@ class FreeRun:
                 yield bench.skip(step, "free", f"no usable input: {cause}")
             return
         self._enter(stage.inputs.values())
-        outcome, note = self._outcome(bench.ways[step.stage], step)
+        outcome, note = produced(bench.ways[step.stage], self.mine, bench.wires)
         if outcome.error:
             self._break(step, f"{step.stage} {outcome.error}")
             if compared:
@@ -86,14 +86,14 @@ class FreeRun:
         for output in stage.outputs:
             if output.wire not in self.oracle or output.wire not in bench.wires:
                 continue  # the direct-residual arithmetic returns less
-            produced, truth = outcome.outputs.get(output.name), self.oracle[output.wire]
+            tensor, truth = outcome.outputs.get(output.name), self.oracle[output.wire]
             shape = tuple(bench.wires[output.wire].shape)
-            if reason := valid.unusable(produced, output, shape, None if output.role == "picks" else truth):
+            if reason := valid.unusable(tensor, output, shape, None if output.role == "picks" else truth):
                 self.broken[output.wire] = f"{step.stage}.{output.name}: {reason}"
-            elif isinstance(produced, Tensor):
-                self.mine[output.wire] = produced
+            elif isinstance(tensor, Tensor):
+                self.mine[output.wire] = tensor
             if compared:
-                pair = bench.pair(step, output, produced, bench.wires)
+                pair = bench.pair(step, output, tensor, bench.wires)
                 tensors.append(rows.free(pair, truth, replayed=True))
         if compared:
             record = bench.comparison(step, "free", tensors, outcome.outputs, time.perf_counter() - start, note)
@@ -108,20 +108,6 @@ class FreeRun:
             mine = {w: self.mine[w] for w in stage.inputs.values() if w in self.mine}
             truth = {o.wire: oracle[o.wire] for o in stage.outputs if o.wire in oracle}
             self.bench.keeper.offer(Row(stage, record, mine, produced, wires, truth))
-
-    def _outcome(self, way: Way, step: Step) -> tuple[Outcome, str | None]:
-        """Run production with the reference's picks and put its outputs in their order."""
-        stage = way.stage
-        given = None if way.direct else replay.of(stage, self.bench.wires)
-        outcome = run_production(way, self.mine, given)
-        if outcome.error or not given:
-            return outcome, None
-
-        def rerun() -> dict[str, object]:
-            return dict(run_production(Way(stage, elsewhere=way.elsewhere), self.mine, given).outputs)
-
-        outputs, note = replay.align(stage, outcome.outputs, given, rerun if way.function else None)
-        return Outcome(outputs), note
 
     def _advance_oracle(self, step: Step) -> None:
         """Run the oracle's stages up to the last one that this step stands for."""
@@ -161,3 +147,17 @@ class FreeRun:
         for output in self.bench.production[step.stage].outputs:
             if step.layer is None and output.name == "logits" and output.wire in self.mine:
                 yield entropy.logits(self.mine[output.wire], self.bench.wires[output.wire])
+
+
+def produced(way: Way, wires: Wires, reference: Wires) -> tuple[Outcome, str | None]:
+    """Run production with the reference's picks and put its outputs in their order; a note says what was changed."""
+    given = None if way.direct else replay.of(way.stage, reference)
+    outcome = run_production(way, wires, given)
+    if outcome.error or not given:
+        return outcome, None
+
+    def rerun() -> dict[str, object]:
+        return dict(run_production(Way(way.stage), wires, given).outputs)
+
+    outputs, note = replay.align(way.stage, outcome.outputs, given, rerun if way.function else None)
+    return Outcome(outputs), note

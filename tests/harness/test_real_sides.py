@@ -138,6 +138,18 @@ def test_direct_residual(diff: Diff) -> None:
     assert direct == [f"layers.2.{s}" for s in ("attn_hc", "attn_mix", "ffn_hc", "ffn_mix")]
 
 
+def test_two_faults_of_one_layer_are_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(
+        "def fn(stage, **inputs):\n"
+        "    return {n: t * 1.3 if n == 'out' else t for n, t in stage.run(**inputs).items()}\n"
+    )
+    options = [w for s in ("attn_core", "experts") for w in ("--replace", f"layers.5.{s}={path}:fn")]
+    assert main(["bisect", "--layer", "5", "--length", LENGTH, *options]) == 1
+    line = "BISECT: layers.5.attn_core + layers.5.experts (each breaks the logits alone)"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
 def test_a_patched_reference_is_not_certified(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

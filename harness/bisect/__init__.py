@@ -1,0 +1,1 @@
+"""``harness bisect``: which smallest set of production stages breaks the logits."""
