@@ -208,7 +208,7 @@ def header(command: str) -> dict[str, Any]:
     )
     return {
         "command": command,
-        "sources": built.sources,
+        "sources": loader.unit_hashes(),
         "gpu": torch.cuda.get_device_name(),
         "driver": smi.stdout.strip(),
         "torch": torch.__version__,
@@ -227,10 +227,11 @@ def main(words: Sequence[str]) -> int:
         print(f"benchmarks.gpu: {why}", file=sys.stderr)
         return 2
     tokens = tuple(map(int, words[2].split(","))) if len(words) == 3 else TOKENS
+    unit = {"unit": "hyper.cu"}
     lines = [header(f"python -m benchmarks.gpu {' '.join(words)}")]
     for line in parity(tokens) if words[0] == "parity" else bench():
         print(json.dumps(line), flush=True)
-        lines.append(line)
+        lines.append(unit | line)
     Path(words[1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0 if all(line.get("ok", True) for line in lines) else 1
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from production.errors import ProductionError
 ARCHES = {"sm_90a": (9, 0)}  # what the kernels are written for, and the capability that runs it
 FLAGS = ("-O3", "-std=c++17", "-Xptxas", "-v", "-Xcompiler", "-fPIC", "-shared")
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
 
@@ -31,7 +33,7 @@ class Built:
 
     path: Path
     arch: str
-    sources: str  # hash of csrc/ alone: what evidence is tied to
+    sources: str  # hash of csrc/ alone
     spills: dict[str, int]  # mangled kernel -> bytes spilled
     fresh: bool  # compiled by this call
 
@@ -48,8 +50,28 @@ def folder() -> Path:
 def source_hash(at: Path | None = None) -> str:
     """Of every .cu and .cuh by name and content; 16 hex digits."""
     at = at or folder()
-    digest = hashlib.sha256()
-    for path in sorted(p for p in at.rglob("*") if p.suffix in (".cu", ".cuh")):
+    return _hash(at, [p for p in at.rglob("*") if p.suffix in (".cu", ".cuh")])
+
+
+def unit_hashes(at: Path | None = None) -> dict[str, str]:
+    """Of each .cu with the headers that it includes, by the file's name: what evidence about its kernels is tied to."""
+    at = at or folder()
+    return {path.name: _hash(at, _with_headers(path)) for path in sorted(at.glob("*.cu"))}
+
+
+def _with_headers(path: Path) -> set[Path]:
+    found, todo = set(), [path.resolve()]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += [(one.parent / name).resolve() for name in INCLUDE.findall(one.read_text())]
+    return found
+
+
+def _hash(at: Path, paths: Iterable[Path]) -> str:
+    digest, at = hashlib.sha256(), at.resolve()
+    for path in sorted(p.resolve() for p in paths):
         digest.update(f"{path.relative_to(at).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

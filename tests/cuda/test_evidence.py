@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from benchmarks import evidence
 from production.cuda import loader
 
@@ -13,13 +16,27 @@ def test_readme_shows_the_evidence() -> None:
 
 
 def test_changed_sources_make_it_stale() -> None:
-    made_from = evidence._read(evidence.FOLDER / "parity.jsonl")[0]["sources"]
-    assert "stale" not in evidence.table(sources=made_from)
-    assert evidence.table(sources="0" * 16).count("stale") == 7  # parity and time of three kernels, and the sanitizer
+    now = loader.unit_hashes()
+    fresh = evidence.table().count("stale")
+    changed = evidence.table(now=dict.fromkeys(now, "0" * 16)).count("stale")
+    rows = sum(line.startswith("| ") for line in evidence.table().splitlines()) - 1
+    assert changed == 2 * rows + evidence.table().count("compute-sanitizer") > fresh
 
 
-def test_every_line_is_shown_whatever_it_says() -> None:
-    for name in ("parity", "bench", "sanitizer"):
-        header = evidence._read(evidence.FOLDER / f"{name}.jsonl")[0]
-        assert {"command", "sources", "gpu", "driver", "torch"} <= header.keys()
-    assert len(loader.source_hash()) == 16
+def test_only_a_units_own_sources_make_it_stale(tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "a.cuh").write_text("1")
+    (tmp_path / "x.cu").write_text('#include "include/a.cuh"\n')
+    (tmp_path / "y.cu").write_text("#include <math.h>\n")
+    first = loader.unit_hashes(tmp_path)
+    (tmp_path / "include" / "a.cuh").write_text("2")
+    second = loader.unit_hashes(tmp_path)
+    assert first["x.cu"] != second["x.cu"]
+    assert first["y.cu"] == second["y.cu"]
+
+
+def test_every_file_says_what_it_was_made_from() -> None:
+    for path in evidence.FOLDER.glob("*.jsonl"):
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        assert {"command", "sources", "gpu", "driver", "torch"} <= header.keys(), path
+        assert {line["unit"] for line in lines} <= header["sources"].keys(), path
