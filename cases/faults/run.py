@@ -27,7 +27,6 @@ class Found:
     stage_found: str | None
     cause_expected: str
     causes: tuple[str, ...]  # ids, best first
-    confirmed: bool  # whether the first of them is
     scenario: str
     origin: str
     cause: str
@@ -35,7 +34,7 @@ class Found:
     cost: float | None = None
     tensor: str | None = None
     gates: dict[str, Gate] = field(default_factory=dict)
-    gates_clean: dict[str, bool] = field(default_factory=dict)  # whether each passes the unchanged stage, "harness" too
+    gates_clean: dict[str, bool] = field(default_factory=dict)  # whether each passes the unchanged stage
     waits_for: str | None = None
     seconds: float = 0.0
 
@@ -71,7 +70,7 @@ def run(faults: Sequence[Fault], *, with_gates: bool = True) -> Iterator[Found]:
     for fault in faults:
         if fault.function is None:
             yield Found(
-                fault.id, None, fault.expected, None, fault.cause_id, (), False, "", fault.origin, fault.cause,
+                fault.id, None, fault.expected, None, fault.cause_id, (), "", fault.origin, fault.cause,
                 waits_for=fault.waits_for,
             )  # fmt: skip
 
@@ -82,20 +81,18 @@ def result(stand: Stand, fault: Fault, *, with_gates: bool = True) -> Found:
     made, tensors = stand.planted(fault)
     first = stand.first(made, {r.layer for r in made.values()})
     caught = any(r.verdict == Verdict.FAIL for r in made.values())
-    causes = first.causes if first else ()
     said, clean = {}, {}
     if with_gates and tensors:
         name, row = next(iter(tensors.items()))
         said = _gates(stand, fault, name, row)
-        clean = stand.known((name, fault.stressed), lambda: _unchanged(stand, fault, name))
+        clean = stand.known((name, fault.stressed), lambda: _gates(stand, fault, name, stand.unchanged(fault)))
     return Found(
         fault.id,
         caught,
         fault.expected,
         first.stage if first else None,
         fault.cause_id,
-        tuple(cause.id for cause in causes),
-        bool(causes) and causes[0].status == "confirmed",
+        tuple(cause.id for cause in getattr(first, "causes", ())),
         fault.shown_in,
         fault.origin,
         fault.cause,
@@ -103,16 +100,9 @@ def result(stand: Stand, fault: Fault, *, with_gates: bool = True) -> Found:
         cost=first.cost if first else None,
         tensor=first.tensor if first else None,
         gates=said,
-        gates_clean=clean,
+        gates_clean={g: c.passed for g, c in clean.items()},
         seconds=time.perf_counter() - start,
     )
-
-
-def _unchanged(stand: Stand, fault: Fault, name: str) -> dict[str, bool]:
-    """Whether the harness and every gate pass the correct stage on what the fault's scenario feeds it."""
-    made, row = stand.unchanged(fault)
-    said = {g: gate.passed for g, gate in _gates(stand, fault, name, row).items()}
-    return {"harness": made.verdict != Verdict.FAIL} | said
 
 
 def _gates(stand: Stand, fault: Fault, name: str, row: Row) -> dict[str, Gate]:

@@ -126,14 +126,13 @@ class Stand:
         wires = {**self.bench.wires, **changed}
         return wires | run_trusted(stage, wires, None, direct=False)
 
-    def unchanged(self, fault: Fault) -> tuple[Comparison, Row]:
-        """The row of the unchanged stage on what the fault's scenario feeds it, and its tensors."""
+    def unchanged(self, fault: Fault) -> Row:
+        """The row of the unchanged stage on what the fault's scenario feeds it, with its tensors."""
         step = next(s for s in self.bench.plan.steps if select.matches(fault.stage, s.stage))
         catch = Catch()
-        made = _row(replace(self.bench, wires=self.stressed(step, fault.stress), keeper=catch), step)
-        assert made is not None
+        _row(replace(self.bench, wires=self.stressed(step, fault.stress), keeper=catch), step)
         assert catch.row is not None
-        return made, catch.row
+        return catch.row
 
     def known(self, key: object, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once."""

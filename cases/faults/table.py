@@ -66,9 +66,7 @@ class Totals:
     history: int  # entries of the project's own history
     history_top1: int
     misses: dict[str, int]  # gate -> faults that it lets pass
-    confirmed: int  # rows whose first cause is said to be confirmed
-    misled: int  # and is not the cause
-    alarms: dict[str, int]  # gate, or "harness" -> correct stages that it fails
+    alarms: dict[str, int]  # gate -> correct stages that it fails
     controls: int
 
     @property
@@ -92,9 +90,7 @@ def totals(rows: Sequence[Row]) -> Totals:
         history=sum(r["origin"] == HISTORY for r in able),
         history_top1=sum(r["origin"] == HISTORY and bool(named(r, 1)) for r in able),
         misses={g: sum(bool(r["gates"].get(g, {}).get("passed")) for r in able) for g in gates.NAMES},
-        confirmed=sum(r["confirmed"] for r in able),
-        misled=sum(r["confirmed"] and not named(r, 1) for r in able),
-        alarms={g: sum(not c[g] for c in clean.values()) for g in ("harness", *gates.NAMES)},
+        alarms={g: sum(not c[g] for c in clean.values()) for g in gates.NAMES},
         controls=len(clean),
     )
 
@@ -111,10 +107,6 @@ def lines(sums: Totals) -> list[str]:
         text.append(f"named top-1 {share(sums.top1, sums.runnable)}, top-3 {share(sums.top3, sums.runnable)}")
     else:
         text.append("no cause was named: the run makes no diagnosis")
-    if sums.explained:
-        text.append(f"called confirmed: {sums.confirmed}, of which {sums.misled} are not the planted cause")
-    if sums.controls:
-        text.append(f"harness fails {share(sums.alarms['harness'], sums.controls)} correct stages")
     for gate, title in GATE_TITLES.items():
         alarms = f", fails {share(sums.alarms[gate], sums.controls)} correct stages" if sums.controls else ""
         text.append(f"{title}: lets {share(sums.misses[gate], sums.runnable)} faults pass{alarms}")
@@ -129,16 +121,11 @@ def markdown(sums: Totals) -> str:
         "| | faults caught | correct stages failed |",
         "|---|---|---|",
         f"| **harness, local rows** | **{share(sums.caught, sums.runnable)}**, "
-        f"in the right stage {share(sums.placed, sums.runnable)} | {share(sums.alarms['harness'], sums.controls)} |",
+        f"in the right stage {share(sums.placed, sums.runnable)} | – |",
     ]
     rows += [
         f"| {title} | {share(sums.runnable - sums.misses[g], sums.runnable)} | {share(sums.alarms[g], sums.controls)} |"
         for g, title in GATE_TITLES.items()
     ]
-    names = (
-        f"Cause named first: {share(sums.top1, sums.runnable)}, among the first three: "
-        f"{share(sums.top3, sums.runnable)}; first of the project's own history: "
-        f"{share(sums.history_top1, sums.history)}. A cause called confirmed: {sums.confirmed} times, "
-        f"{sums.misled} of them another than the planted one."
-    )
-    return "\n".join([*rows, "", names])
+    names = f"cause named first: {share(sums.top1, sums.runnable)}; of the project's own history "
+    return "\n".join([*rows, "", f"{names}{share(sums.history_top1, sums.history)}."])
